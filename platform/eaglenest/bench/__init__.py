@@ -1,0 +1,1 @@
+"""Speculative against plain decoding, measured over HTTP."""

@@ -1,0 +1,1 @@
+"""The drafter: configuration, module, losses, vocabulary, checkpoint."""

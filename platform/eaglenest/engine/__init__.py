@@ -1,0 +1,1 @@
+"""vLLM and nothing else."""

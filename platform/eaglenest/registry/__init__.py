@@ -1,0 +1,1 @@
+"""MLflow: versions of drafters, their aliases and provenance."""

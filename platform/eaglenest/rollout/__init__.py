@@ -1,0 +1,1 @@
+"""Promote and roll back."""

@@ -1,0 +1,1 @@
+"""Ray, MLflow and Serve, started and stopped on one machine."""

@@ -1,0 +1,1 @@
+"""Ray Serve: the endpoint and its reconciler."""
