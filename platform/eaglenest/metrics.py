@@ -1,10 +1,12 @@
 """Names, units and help of every metric EagleNest emits, and of those of vLLM's that its dashboards and alerts read.
 
-Emit them through Ray (`ray.serve.metrics` inside a replica), so that each node's metrics port carries every replica's series:
+Emit them through Ray, so that each node's metrics port carries the series of every replica on it. Inside a replica:
 
-    gauge = ray.serve.metrics.Gauge(DRAFTER_VERSION.name, description=DRAFTER_VERSION.help, tag_keys=DRAFTER_VERSION.labels)
+    from ray.serve.metrics import Gauge
 
-Ray puts `ray_` before the name, and Ray Serve adds the labels of `SERVE_LABELS` by itself and refuses them as one's own tags.
+    gauge = Gauge(DRAFTER_VERSION.name, description=DRAFTER_VERSION.help, tag_keys=DRAFTER_VERSION.labels)
+
+Ray puts `ray_` before the name. Ray Serve adds the labels of `SERVE_LABELS` by itself and refuses them as one's own.
 """
 
 from __future__ import annotations
