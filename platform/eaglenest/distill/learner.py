@@ -1,0 +1,158 @@
+"""One worker's training: a drafter, its optimiser and schedule. Knows nothing of Ray."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from eaglenest.distill.features import Batch, Document, Features, collate
+from eaglenest.distill.recipe import Recipe
+from eaglenest.drafters.acceptance import Acceptance, replay
+from eaglenest.drafters.losses import linear_soft_cross_entropy
+from eaglenest.drafters.module import Eagle3Drafter
+from eaglenest.drafters.vocabulary import draft_ids
+from eaglenest.targets.head import TargetHead
+
+
+class Learner:
+    """Trains a drafter by training-time test.
+
+    Args:
+        drafter: on its device. head: the target's distribution over the draft vocabulary, on the same device.
+        recipe: the run's settings.
+    """
+
+    def __init__(self, drafter: Eagle3Drafter, head: TargetHead, recipe: Recipe) -> None:
+        self.drafter, self.head, self.recipe = drafter, head, recipe
+        drafter.lm_head.weight.requires_grad_(recipe.train_lm_head)
+        self.device = drafter.fc.weight.device
+        self.updates = 0
+        self._ids = draft_ids(drafter.d2t)
+        matrices = [p for p in drafter.parameters() if p.requires_grad and p.ndim == 2]
+        vectors = [p for p in drafter.parameters() if p.requires_grad and p.ndim == 1]
+        groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimiser = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), fused=True)
+
+    def rate(self, progress: float) -> float:
+        """Learning rate at a share 0..1 of the run: linear warm-up, cosine to a twentieth."""
+        peak, warmup = self.recipe.learning_rate, self.recipe.warmup
+        if progress < warmup:
+            return peak * max(progress, 0.02) / warmup
+        done = min(1.0, (progress - warmup) / (1 - warmup))
+        return peak * (0.05 + 0.95 * (1 + math.cos(math.pi * done)) / 2)
+
+    def step(self, batch: Batch, progress: float) -> dict[str, float | list[float]]:
+        """One optimiser step.
+
+        Args:
+            progress: 0..1, how far the run is.
+
+        Returns:
+            loss (KL + the target's entropy, nats, weighted mean), accuracy per step (share of rows whose draft equals
+            the target's token), grad_norm, learning_rate, rows.
+        """
+        rate = self.rate(progress)
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate
+        self.optimiser.zero_grad(set_to_none=True)
+        loss, hits, weight = self._forward(batch)
+        loss.backward()
+        parameters = [p for g in self.optimiser.param_groups for p in g["params"]]
+        _average_gradients(parameters)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.recipe.clip_norm)
+        self.optimiser.step()
+        self.updates += 1
+        accuracy = [float(h.float().sum() / max(1, int(v.sum()))) for h, v in hits]
+        return {
+            "loss": float(loss.detach()),
+            "accuracy": accuracy,
+            "grad_norm": float(norm),
+            "learning_rate": rate,
+            "rows": float(weight),
+        }
+
+    def _forward(self, batch: Batch) -> tuple[Tensor, list[tuple[Tensor, Tensor]], int]:
+        """Weighted mean loss, per step (hits, valid) [R] bool, and the number of rows."""
+        pack = batch.pack
+        steps = self.recipe.ttt_steps
+        last = batch.labels.shape[0] - 1
+        at = [(pack.rows + k).clamp(max=last) for k in range(steps)]
+        needed, inverse = torch.unique(torch.cat(at), return_inverse=True)
+        probabilities = self.head(batch.labels[needed]).softmax(-1)
+        where = inverse.split(pack.rows.shape[0])
+        total = torch.zeros((), device=self.device)
+        hits, weights = [], 0.0
+        for k, normed in enumerate(self.drafter.ttt_steps(pack, steps)):
+            valid = pack.reach > k
+            row_weights = valid.float() * self.recipe.step_decay**k
+            weights += float(row_weights.sum())
+            loss, best = linear_soft_cross_entropy(
+                normed, self.drafter.lm_head.weight, probabilities[where[k]], row_weights
+            )
+            total = total + loss
+            hits.append(((self._ids[best] == batch.nexts[at[k]]) & valid, valid))
+        return total / max(weights, 1.0), hits, pack.rows.shape[0]
+
+    @torch.no_grad()
+    def evaluate(
+        self, items: Iterable[tuple[Document, Features]], steps: int
+    ) -> tuple[Acceptance, dict[str, Acceptance]]:
+        """Acceptance simulated by replaying each answer at K = `steps`: pooled, and by category."""
+        pooled, categories = Acceptance(), dict[str, Acceptance]()
+        for document, features in items:
+            batch = self.to_device(collate([(document, features)], steps, torch.float32))
+            rows, reach = batch.pack.rows, batch.pack.reach.tolist()
+            last = batch.nexts.shape[0] - 1
+            columns = [
+                self._ids[self.drafter.lm_head(normed).argmax(-1)] == batch.nexts[(rows + k).clamp(max=last)]
+                for k, normed in enumerate(self.drafter.ttt_steps(batch.pack, steps))
+            ]
+            table = torch.stack(columns, dim=1).tolist()
+            result = replay([row[:far] for row, far in zip(table, reach, strict=True)], steps)
+            pooled.add(result)
+            categories.setdefault(document.category, Acceptance()).add(result)
+        return pooled, categories
+
+    def batch(self, items: Sequence[tuple[Document, Features]]) -> Batch:
+        """Documents as a batch on the training device."""
+        return self.to_device(collate(items, self.recipe.ttt_steps, torch.float32))
+
+    def to_device(self, batch: Batch) -> Batch:
+        """The batch on the training device."""
+        if self.device.type == "cpu":
+            return batch
+        moved = {k: v.to(self.device) for k, v in vars(batch.pack).items() if isinstance(v, Tensor)}
+        pack = type(batch.pack)(**moved, spans=batch.pack.spans)
+        return Batch(pack, batch.labels.to(self.device), batch.nexts.to(self.device), batch.answer_tokens)
+
+    def state(self) -> dict[str, Any]:
+        """What resuming needs, beside the recipe."""
+        return {
+            "drafter": self.drafter.state_dict(),
+            "optimiser": self.optimiser.state_dict(),
+            "updates": self.updates,
+            "rng": torch.get_rng_state(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """The inverse of `state`."""
+        self.drafter.load_state_dict(state["drafter"])
+        self.optimiser.load_state_dict(state["optimiser"])
+        self.updates = state["updates"]
+        torch.set_rng_state(state["rng"])
+
+
+def _average_gradients(parameters: Sequence[Tensor]) -> None:
+    """Mean gradient over the workers; nothing to do for one."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
