@@ -39,7 +39,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(2 * config.hidden_size, heads * dim, bias=bias)
         self.k_proj = nn.Linear(2 * config.hidden_size, kv * dim, bias=bias)
         self.v_proj = nn.Linear(2 * config.hidden_size, kv * dim, bias=bias)
-        self.o_proj = nn.Linear(heads * dim, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(heads * dim, config.hidden_size, bias=bias)
 
 
 class MLP(nn.Module):
