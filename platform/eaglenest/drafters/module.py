@@ -28,6 +28,19 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
 
 
+class Embedding(nn.Module):
+    """The target's frozen embedding, under its checkpoint name `embed_tokens.weight` when it must be saved."""
+
+    weight: Tensor
+
+    def __init__(self, weight: Tensor, saved: bool) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight, persistent=saved)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.weight[tokens]
+
+
 class Attention(nn.Module):
     """Projections of the drafter's attention; queries, keys and values come from [embedding, hidden]: 2H."""
 
@@ -107,7 +120,7 @@ class Eagle3Drafter(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
-        self.register_buffer("embed_tokens", embedding, persistent=not config.shares_embedding)
+        self.embed_tokens = Embedding(embedding, saved=not config.shares_embedding)
         self._rope: tuple[Tensor, Tensor] | None = None
 
     def fuse(self, aux: Tensor) -> Tensor:
@@ -119,7 +132,7 @@ class Eagle3Drafter(nn.Module):
 
     def _inputs(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """[N] and [N, H] -> what attention reads, [N, 2H]."""
-        embedded = self.embed_tokens[tokens].to(hidden.dtype)
+        embedded = self.embed_tokens(tokens).to(hidden.dtype)
         return torch.cat((self.midlayer.input_layernorm(embedded), self.midlayer.hidden_norm(hidden)), dim=-1)
 
     def _heads(self, projection: nn.Linear, inputs: Tensor) -> Tensor:
