@@ -62,7 +62,7 @@ def acceptance_from_counts(*, steps: int, accepted: int, drafted: int, passed: l
     """Acceptance from bare counts; `passed[k]`: steps that accepted draft position k. None without a step."""
     if steps <= 0:
         return None
-    reached = [float(steps), *passed[:-1]]
+    reached = [float(steps), *passed][: len(passed)]
     return Acceptance(
         accept_len=1 + accepted / steps,
         interval=None,

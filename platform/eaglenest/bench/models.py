@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -162,7 +162,7 @@ class Plan(Record):
         seed: of the bootstrap, and sent with each request.
     """
 
-    concurrencies: tuple[int, ...] = Field(default=(1, 2, 4, 8), min_length=1)
+    concurrencies: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(1, 2, 4, 8), min_length=1)
     max_tokens: int = Field(default=64, ge=2)
     requests_per_point: int | dict[int, int] | None = None
     seconds_per_point: float | None = Field(default=None, gt=0)
@@ -330,11 +330,7 @@ class SwapResult(Record):
     max_itl_no_swap_ms: float
     near_ties: int
     compared: int
-    concurrency: int
-    max_tokens: int
-    plain_step_ms: float | None = Field(
-        default=None, description="one step of plain decoding, as the caller measured it"
-    )
+    plan: SwapPlan
     pause_p99_plain_steps: float | None = None
     failures: dict[str, int] = Field(default_factory=dict)
     differences: list[Difference] = Field(default_factory=list)
