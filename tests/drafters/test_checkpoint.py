@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -378,8 +379,6 @@ def test_tensors_at_fault_are_named(
     rewrite(folder, fault)
     if fault is not retype_ids:
         d2t = load_file(folder / "model.safetensors")["d2t"].numpy().tobytes()
-        import hashlib
-
         relisted(folder, d2t_sha256=hashlib.sha256(d2t).hexdigest())
     with pytest.raises(CheckpointError, match=message):
         verify_checkpoint(folder)
