@@ -58,7 +58,7 @@ elif ! .venv/bin/python -c "$fits"; then
 fi
 touch "$installing"
 pip() { .venv/bin/python -m pip "$@"; }
-install() { pip install --quiet --no-deps "$@"; }
+install() { pip install -qq --no-deps --no-compile "$@"; } # -qq: errors only; compiled below, on every core
 
 if [[ $set_name == cpu ]]; then
     torch=$(grep -x 'torch==.*' "$pins")+cpu
@@ -73,6 +73,8 @@ fi
 say "installing $(cat "$pins" requirements/dev.txt | wc -l) pinned packages (a few minutes the first time)"
 install -r "$pins" -r requirements/dev.txt
 install --no-build-isolation --editable .
+say "compiling them to bytecode"
+.venv/bin/python -m compileall -qq -j 0 .venv/lib || true # a few packages carry files of another Python's syntax
 
 # A companion built for another torch breaks transformers; see requirements/README.md.
 for name in torchvision torchaudio torchcodec; do
@@ -83,7 +85,7 @@ for name in torchvision torchaudio torchcodec; do
 done
 
 # vLLM on a CPU is much slower without tcmalloc; `eaglenest doctor` says so again.
-if [[ $set_name == cpu ]] && ! /sbin/ldconfig -p | grep -q 'libtcmalloc_minimal\.so\.4'; then
+if [[ $set_name == cpu ]] && [[ $(/sbin/ldconfig -p) != *libtcmalloc_minimal.so.4* ]]; then
     if [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
         say "installing Debian's libtcmalloc-minimal4"
         { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends libtcmalloc-minimal4; } \
