@@ -1,9 +1,10 @@
-"""Writes the Serve config and the job's runtime env, as they stand, into the KubeRay manifests beside this file.
+"""Writes the Serve config and the job's runtime env into the KubeRay manifests beside this file.
 
     python infra/kuberay/render.py            # after a change of serve_configs/ or jobs/runtime_env.yaml
     python infra/kuberay/render.py --check    # changes nothing; exit status 1 when a manifest is out of date
 
 KubeRay takes both as strings inside its own YAML. Copied by hand they would drift from the files that run elsewhere.
+They are taken as they stand but for one address: see `for_a_pod`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,18 @@ EMBEDDED = {
     "rayjob.yaml": ("runtimeEnvYAML", ROOT / "jobs/runtime_env.yaml"),
 }
 """manifest: (its key, the file whose text is that key's value)."""
+
+
+def for_a_pod(serve_config: str) -> str:
+    """The Serve config with its proxy on the pod's network: on a pod's loopback no Kubernetes Service could reach it.
+
+    Raises:
+        ValueError: the config does not bind to 127.0.0.1 in exactly one place.
+    """
+    found = serve_config.count("host: 127.0.0.1")
+    if found != 1:
+        raise ValueError(f"expected one `host: 127.0.0.1` in the Serve config, found {found}")
+    return serve_config.replace("host: 127.0.0.1", "host: 0.0.0.0")
 
 
 def embed(manifest: str, key: str, text: str) -> str:
@@ -51,7 +64,8 @@ def main() -> int:
     for name, (key, source) in EMBEDDED.items():
         path = HERE / name
         before = path.read_text()
-        after = embed(before, key, source.read_text())
+        text = source.read_text()
+        after = embed(before, key, for_a_pod(text) if key == "serveConfigV2" else text)
         if after == before:
             continue
         stale += 1

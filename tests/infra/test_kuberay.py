@@ -173,13 +173,18 @@ def test_a_key_unknown_to_ray_is_noticed_at_every_level(where: str) -> None:
 def test_there_is_room_for_every_replica_the_serve_config_may_ask_for() -> None:
     (application,) = ServeDeploySchema.model_validate(yaml.safe_load(SERVICE["serveConfigV2"])).applications
     (group,) = SERVICE["rayClusterConfig"]["workerGroupSpecs"]
-    (container,) = group["template"]["spec"]["containers"]
     for deployment in application.deployments:
         assert isinstance(deployment.autoscaling_config, dict)
-        assert group["minReplicas"] >= deployment.autoscaling_config["min_replicas"]
-        assert group["maxReplicas"] >= deployment.autoscaling_config["max_replicas"]
-        cpus = deployment.ray_actor_options.num_cpus
-        assert cpus is None or cpus <= int(container["resources"]["limits"]["cpu"])
+        assert deployment.max_replicas_per_node == 1
+        assert 1 + group["minReplicas"] >= deployment.autoscaling_config["min_replicas"], "the head and the workers"
+        assert 1 + group["maxReplicas"] >= deployment.autoscaling_config["max_replicas"]
+
+
+def test_kubernetes_can_reach_the_serve_port() -> None:
+    options = ServeDeploySchema.model_validate(yaml.safe_load(SERVICE["serveConfigV2"])).http_options
+    assert options.host == "0.0.0.0"
+    for pod in pod_specs(SERVICE["rayClusterConfig"]):
+        assert {"name": "serve", "containerPort": options.port} in pod["containers"][0]["ports"]
 
 
 # --- the job
@@ -214,8 +219,11 @@ def render() -> ModuleType:
 
 def test_what_is_embedded_is_what_the_files_say(render: ModuleType) -> None:
     for name, (key, source) in render.EMBEDDED.items():
-        embedded = yaml.safe_load(MANIFESTS[Path(name).stem]["spec"][key])
-        assert embedded == yaml.safe_load(source.read_text()), "run: python infra/kuberay/render.py"
+        embedded, expected = yaml.safe_load(MANIFESTS[Path(name).stem]["spec"][key]), yaml.safe_load(source.read_text())
+        if key == "serveConfigV2":
+            assert expected["http_options"].pop("host") == "127.0.0.1"
+            assert embedded["http_options"].pop("host") == "0.0.0.0"
+        assert embedded == expected, "run: python infra/kuberay/render.py"
 
 
 def test_the_check_passes_now_and_fails_after_a_change(tmp_path: Path) -> None:
@@ -237,6 +245,12 @@ def test_the_check_passes_now_and_fails_after_a_change(tmp_path: Path) -> None:
     assert status("--check") == 0
     rendered = yaml.safe_load((tmp_path / "infra/kuberay/rayservice.yaml").read_text())
     assert yaml.safe_load(rendered["spec"]["serveConfigV2"])["target_capacity"] == 50
+
+
+@pytest.mark.parametrize("config", ["http_options: {}", "host: 0.0.0.0", "host: 127.0.0.1\nhost: 127.0.0.1"])
+def test_a_serve_config_whose_address_is_unclear_is_refused(render: ModuleType, config: str) -> None:
+    with pytest.raises(ValueError, match=r"expected one `host: 127\.0\.0\.1`"):
+        render.for_a_pod(config)
 
 
 def test_a_manifest_without_the_key_is_refused(render: ModuleType) -> None:
