@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -118,8 +121,6 @@ def test_what_is_no_server_is_refused(uri: str) -> None:
 
 
 def test_what_the_user_set_for_mlflow_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "5")
     quickly(Registry(f"http://127.0.0.1:{free_port()}", "drafter").ensure_ready)
     assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "5"
@@ -147,3 +148,12 @@ def test_kept_metrics_arrive_once_the_server_answers(mlflow_server: object) -> N
         assert log.flush()
     history = mlflow.MlflowClient(uri).get_metric_history(run.run_id, "loss")
     assert [(m.step, m.value) for m in history] == [(1, 3.0)]
+
+
+def test_registry_and_rollout_are_imported_without_heavy_libraries() -> None:
+    code = (
+        "import sys, eaglenest.registry.flavor, eaglenest.registry, eaglenest.rollout;"
+        "assert not {'torch', 'ray', 'vllm', 'mlflow', 'numpy'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -214,16 +214,27 @@ class Registry:
         Raises:
             RegistryError: there is nothing to go back to.
         """
+        new = self.previous()
+        old, _ = self.promote(new)
+        return old or new.version, new.version
+
+    def previous(self) -> DrafterVersion:
+        """The version that a rollback returns to.
+
+        Raises:
+            RegistryError: there is none.
+        """
         aliases = self.aliases()
         old, new = aliases.get(CHAMPION), aliases.get(PREVIOUS)
         if old is None or new is None or old == new:
             raise RegistryError(
-                f"{self.model_name} has no champion before version {old}",
+                f"{self.model_name} has no champion before version {old}"
+                if old
+                else f"{self.model_name} has no champion",
                 f"an alias {PREVIOUS} that names another version",
                 "promote the version wanted: `eaglenest versions` lists them",
             )
-        self.promote(new)
-        return old, new
+        return self.resolve(new)
 
     def restore(self, before: Mapping[str, int], *, replacing: int) -> bool:
         """Undo a promotion: champion and previous champion as they were in `before`, unless someone promoted since.
