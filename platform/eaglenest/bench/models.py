@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -19,7 +19,7 @@ class PromptLike(Protocol):
     @property
     def category(self) -> str: ...
     @property
-    def messages(self) -> Sequence[Mapping[str, str]]: ...
+    def messages(self) -> Sequence[Iterable[tuple[str, Any]]]: ...  # `dict(message)` is one turn
 
 
 class Record(BaseModel):
