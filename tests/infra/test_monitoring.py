@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from eaglenest import metrics
+from eaglenest.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 PROMETHEUS = ROOT / "infra/prometheus"
@@ -108,14 +109,17 @@ def test_every_metric_of_ours_is_shown() -> None:
 # --- Prometheus
 
 
-def test_prometheus_scrapes_ray_by_its_discovery_file_and_vllm_on_the_serve_port() -> None:
+def test_prometheus_scrapes_rays_nodes_and_vllm_on_the_default_ports() -> None:
+    settings = Settings.model_fields
+    dashboard, serve = settings["ray_dashboard_port"].default, settings["serve_port"].default
     config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
     assert set(config) == {"global", "rule_files", "scrape_configs"}
     jobs = {job["job_name"]: job for job in config["scrape_configs"]}
     assert set(jobs) == {"ray", "vllm"}
+    assert jobs["ray"]["http_sd_configs"][0]["url"] == f"http://127.0.0.1:{dashboard}/api/prometheus/sd"
     assert jobs["ray"]["file_sd_configs"][0]["files"] == ["/tmp/ray/prom_metrics_service_discovery.json"]
     assert jobs["vllm"]["metrics_path"] == "/metrics"
-    assert jobs["vllm"]["static_configs"] == [{"targets": ["127.0.0.1:8000"]}]
+    assert jobs["vllm"]["static_configs"] == [{"targets": [f"127.0.0.1:{serve}"]}]
     for rule_file in config["rule_files"]:
         assert (PROMETHEUS / rule_file).is_file()
 
