@@ -19,26 +19,20 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from eaglenest.distill.prompts import Message, Prompt
+
 MODEL = "fake-target"
 
 
-@dataclass(frozen=True)
-class FakePrompt:
-    id: str
-    category: str
-    topic: str = "a topic"
-
-    @property
-    def messages(self) -> list[dict[str, str]]:
-        return [{"role": "user", "content": self.id}]
-
-
 @pytest.fixture(scope="session")
-def make_prompts() -> Callable[..., list[FakePrompt]]:
+def make_prompts() -> Callable[..., list[Prompt]]:
     """`make_prompts(count, categories=2)`: prompts p0, p1, ... of the categories c0, c1, ... in turn."""
 
-    def make(count: int, categories: int = 2) -> list[FakePrompt]:
-        return [FakePrompt(id=f"p{i}", category=f"c{i % categories}") for i in range(count)]
+    def make(count: int, categories: int = 2) -> list[Prompt]:
+        return [
+            Prompt(id=f"p{i}", category=f"c{i % categories}", messages=(Message(role="user", content=f"p{i}"),))
+            for i in range(count)
+        ]
 
     return make
 

@@ -75,7 +75,7 @@ def test_failures_and_changed_tokens_are_counted(endpoint: Any, make_prompts: An
         endpoint.faults, endpoint.changed = {"p0": "dropped"}, {"p1": 3}
         return swapper()
 
-    result = measure_swaps(endpoint.url, None, make_prompts(6), swap, PLAN)
+    result = measure_swaps(endpoint.url, None, make_prompts(6), swap, PLAN.model_copy(update={"swaps": 2}))
     assert result.failures == {"dropped": result.failed_requests}
     assert result.failed_requests > 0
     assert result.changed_outputs == len(result.differences) > 0

@@ -12,7 +12,8 @@ from urllib.parse import urlparse
 
 import httpx
 
-from eaglenest.bench.models import PromptLike, RequestRow, SpecSteps
+from eaglenest.bench.models import RequestRow, SpecSteps
+from eaglenest.distill.prompts import Prompt
 from eaglenest.errors import BenchError
 
 STALL_S = 120.0
@@ -31,11 +32,11 @@ class Ask:
     seed: int = 0
     cache_salt: str | None = None
 
-    def body(self, prompt: PromptLike) -> dict[str, Any]:
+    def body(self, prompt: Prompt) -> dict[str, Any]:
         """The chat completion request for one prompt; token ids are asked for, so that tokens can be counted."""
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": [dict(message) for message in prompt.messages],
+            "messages": [message.model_dump() for message in prompt.messages],
             "max_tokens": self.max_tokens,
             "temperature": 0.0,
             "seed": self.seed,
@@ -148,7 +149,7 @@ async def data_lines(response: httpx.Response) -> AsyncIterator[tuple[str, float
 async def stream_chat(
     client: httpx.AsyncClient,
     ask: Ask,
-    prompt: PromptLike,
+    prompt: Prompt,
     *,
     concurrency: int = 1,
     index: int = 0,
@@ -211,7 +212,7 @@ async def _read(
 async def closed_loop(
     client: httpx.AsyncClient,
     ask: Ask,
-    prompts: Sequence[PromptLike],
+    prompts: Sequence[Prompt],
     concurrency: int,
     *,
     seconds: float | None = None,

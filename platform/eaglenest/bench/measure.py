@@ -7,25 +7,24 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
 
 import httpx
 
 from eaglenest.bench import coarse
 from eaglenest.bench.figures import point_figures, pool_acceptance
 from eaglenest.bench.load import Ask, closed_loop, open_client, served_model
-from eaglenest.bench.models import Acceptance, Configuration, Measurement, Plan, Point, PromptLike, RequestRow
+from eaglenest.bench.models import Acceptance, Configuration, Measurement, Plan, Point, RequestRow
+from eaglenest.distill.prompts import Prompt
 from eaglenest.errors import BenchError
 
 WARM_UP_TOKENS = 8
 
 Progress = Callable[[str], None]
-P = TypeVar("P", bound=PromptLike)
 
 
-def interleave(prompts: Sequence[P]) -> list[P]:
+def interleave(prompts: Sequence[Prompt]) -> list[Prompt]:
     """The prompts, one of each category in turn, so that any stretch of them is a fair mixture."""
-    by_category: dict[str, list[P]] = defaultdict(list)
+    by_category: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in prompts:
         by_category[prompt.category].append(prompt)
     queues = list(by_category.values())
@@ -33,7 +32,7 @@ def interleave(prompts: Sequence[P]) -> list[P]:
     return [queue[turn] for turn in range(longest) for queue in queues if turn < len(queue)]
 
 
-def slices(prompts: Sequence[P], sizes: Mapping[int, int]) -> dict[int, list[P]]:
+def slices(prompts: Sequence[Prompt], sizes: Mapping[int, int]) -> dict[int, list[Prompt]]:
     """Prompts for each concurrency: consecutive stretches of the mixture.
 
     No prompt is asked twice while there are enough, and every endpoint is asked the same ones in the same order.
@@ -48,7 +47,7 @@ def slices(prompts: Sequence[P], sizes: Mapping[int, int]) -> dict[int, list[P]]
 def measure(
     url: str,
     model: str | None,
-    prompts: Sequence[PromptLike],
+    prompts: Sequence[Prompt],
     plan: Plan | None = None,
     *,
     name: str = "endpoint",
@@ -75,7 +74,7 @@ def measure(
 async def measure_async(
     url: str,
     model: str | None,
-    prompts: Sequence[PromptLike],
+    prompts: Sequence[Prompt],
     plan: Plan | None = None,
     *,
     name: str = "endpoint",
@@ -110,7 +109,7 @@ async def measure_async(
 
 
 async def _window(
-    client: httpx.AsyncClient, model: str, prompts: Sequence[PromptLike], concurrency: int, plan: Plan
+    client: httpx.AsyncClient, model: str, prompts: Sequence[Prompt], concurrency: int, plan: Plan
 ) -> tuple[list[RequestRow], Acceptance | None]:
     """Warm up, then one window: its rows, and what the server's counters say of it."""
     # Each window has a salt of its own: it must not find its prompts in the prefix cache of an earlier one.

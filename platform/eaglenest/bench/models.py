@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 Interval = tuple[float, float]
 Dtype = Literal["float32", "bfloat16", "float16"]
-
-
-class PromptLike(Protocol):
-    """The part of `eaglenest.distill.prompts.Prompt` that a measurement reads."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def category(self) -> str: ...
-    @property
-    def messages(self) -> Sequence[Iterable[tuple[str, Any]]]: ...  # `dict(message)` is one turn
 
 
 class Record(BaseModel):

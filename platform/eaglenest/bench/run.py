@@ -17,9 +17,9 @@ from eaglenest.bench.models import (
     Equality,
     Measurement,
     Plan,
-    PromptLike,
     Speedup,
 )
+from eaglenest.distill.prompts import Prompt
 from eaglenest.errors import BenchError
 
 Deploy = Callable[[Configuration], AbstractContextManager[str]]
@@ -60,7 +60,7 @@ def running(urls: Mapping[str, str]) -> Deploy:
 def run_bench(
     configurations: Sequence[Configuration],
     deploy: Deploy,
-    prompts: Sequence[PromptLike],
+    prompts: Sequence[Prompt],
     plan: Plan | None = None,
     *,
     model: str | None = None,

@@ -16,7 +16,8 @@ from eaglenest.bench.equality import compare_outputs, endpoint_probe
 from eaglenest.bench.figures import chunk_gaps_ms, percentiles
 from eaglenest.bench.load import Ask, closed_loop, open_client, served_model
 from eaglenest.bench.measure import Progress, interleave
-from eaglenest.bench.models import Equality, PromptLike, RequestRow, Segment, SwapEvent, SwapPlan, SwapResult, SwapTimes
+from eaglenest.bench.models import Equality, RequestRow, Segment, SwapEvent, SwapPlan, SwapResult, SwapTimes
+from eaglenest.distill.prompts import Prompt
 from eaglenest.errors import BenchError
 
 Swap = Callable[[], SwapTimes | Awaitable[SwapTimes]]
@@ -26,7 +27,7 @@ Swap = Callable[[], SwapTimes | Awaitable[SwapTimes]]
 def measure_swaps(
     url: str,
     model: str | None,
-    prompts: Sequence[PromptLike],
+    prompts: Sequence[Prompt],
     swap: Swap,
     plan: SwapPlan | None = None,
     *,
@@ -49,7 +50,7 @@ def measure_swaps(
 async def measure_swaps_async(
     url: str,
     model: str | None,
-    prompts: Sequence[PromptLike],
+    prompts: Sequence[Prompt],
     swap: Swap,
     plan: SwapPlan | None = None,
     *,
@@ -81,7 +82,7 @@ def _ask(model: str, max_tokens: int) -> Ask:
 async def _run_with_swaps(
     client: httpx.AsyncClient,
     model: str,
-    prompts: Sequence[PromptLike],
+    prompts: Sequence[Prompt],
     swap: Swap,
     plan: SwapPlan,
     expected_tokens: int,
