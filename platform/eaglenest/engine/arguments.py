@@ -12,7 +12,7 @@ from eaglenest.engine.environment import on_cpu
 from eaglenest.errors import EngineError
 from eaglenest.settings import Dtype
 
-EXTENSION = "eaglenest.engine.extension.DrafterExtension"
+EXTENSION = "eaglenest.engine.worker.WorkerExtension"
 """The worker extension that swaps drafters, as vLLM's `worker_extension_cls` wants it."""
 
 

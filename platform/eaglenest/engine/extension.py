@@ -15,6 +15,8 @@ from eaglenest.errors import EagleNestError, SwapRefused
 
 Answer = dict[str, Any]
 
+Shapes = dict[str, tuple[int, ...]]
+
 WEIGHTS = "model.safetensors"
 
 
@@ -75,6 +77,7 @@ class _State:
         self._previous: str | None = None
         self._shadow: Any = None
         self._file: Any = None
+        self._launched: Shapes | None = None
 
     def begin(self, worker: Any, folder: Path, version: str) -> Answer:
         from safetensors import safe_open
@@ -85,6 +88,7 @@ class _State:
         live = worker.get_draft_model()
         if live is None:
             raise SwapRefused("the engine decodes without a drafter", "an engine started with one")
+        self._require_launch_shapes(worker, folder / WEIGHTS)
         self._file = safe_open(folder / WEIGHTS, framework="pt", device="cpu").__enter__()
         names = list(self._file.keys())
         empty = {name: self._file.get_tensor(name).to("meta") for name in names}  # mapped, not read
@@ -117,6 +121,25 @@ class _State:
             self._file.__exit__(None, None, None)
         self._shadow = self._file = self.staging = self._previous = None
 
+    def _require_launch_shapes(self, worker: Any, file: Path) -> None:
+        """vLLM's loaders cut a weight that is too large down to size, without a word: compare with the first one's."""
+        if self._launched is None:
+            launched = Path(worker.vllm_config.speculative_config.draft_model_config.model) / WEIGHTS
+            self._launched = _shapes(launched) if launched.exists() else {}
+        wanted, found = self._launched, _shapes(file)
+        if not wanted:  # not a folder on this machine: vLLM's loaders are the judge
+            return
+        wrong = [f"lacks {name}" for name in wanted.keys() - found.keys()]
+        wrong += [f"has {name}, which is not the drafter's" for name in found.keys() - wanted.keys()]
+        both = wanted.keys() & found.keys()
+        wrong += [f"has {n} of {found[n]} instead of {wanted[n]}" for n in both if wanted[n] != found[n]]
+        if wrong:
+            raise SwapRefused(
+                f"the checkpoint {'; '.join(sorted(wrong))}",
+                "the names and shapes of the checkpoint the engine was started with, and nothing of the target's",
+                "distill the drafter with the same architecture and draft vocabulary, or restart the replica",
+            )
+
     def _staged_shadow(self) -> Any:
         if self._shadow is None:
             raise SwapRefused("no version is being staged", "drafter_begin before anything else")
@@ -133,3 +156,10 @@ class _State:
                         "the same d2t in every version that is swapped in place",
                         "distill from the running version, which keeps its vocabulary, or replace the replica",
                     )
+
+
+def _shapes(file: Path) -> Shapes:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt", device="cpu") as tensors:
+        return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118

@@ -315,18 +315,21 @@ def _swaps(part: Part) -> Iterator[Callable[[], None]]:
     """The single exchanges that make up a part's; each one undoes itself when called again."""
     shadow = _tensors(part.shadow)
     for name, tensor in _tensors(part.live).items():
-        yield partial(_swap_tensors, tensor, shadow[name])
+        # captured CUDA graphs read the live tensors' very addresses
+        exchange = _swap_storage if tensor.device.type == "cpu" else _swap_contents
+        yield partial(exchange, tensor, shadow[name])
     for key in part.attributes:
         yield partial(_swap_entries, part.live.__dict__, part.shadow.__dict__, key)
 
 
-def _swap_tensors(a: Tensor, b: Tensor) -> None:
-    if a.device.type == "cpu":
-        a.data, b.data = b.data, a.data
-    else:  # captured CUDA graphs read these very addresses
-        kept = a.detach().clone()
-        a.copy_(b)
-        b.copy_(kept)
+def _swap_storage(a: Tensor, b: Tensor) -> None:
+    a.data, b.data = b.data, a.data
+
+
+def _swap_contents(a: Tensor, b: Tensor) -> None:
+    kept = a.detach().clone()
+    a.copy_(b)
+    b.copy_(kept)
 
 
 def _swap_entries(a: dict[str, Any], b: dict[str, Any], key: str) -> None:

@@ -87,15 +87,32 @@ class DrafterSwapper:
                 # also when cancelled: a half-staged version must not keep its memory
                 await asyncio.shield(self._call("drafter_finish"))
 
+    async def rehearse(self, folder: Path) -> None:
+        """Stage a checkpoint and drop it: what a first swap would have to warm up is warm afterwards.
+
+        Raises:
+            SwapRefused: this engine's drafter cannot be swapped.
+        """
+        async with self._lock:
+            try:
+                await self._stage(folder, "rehearsal")
+            finally:
+                await asyncio.shield(self._call("drafter_finish"))
+
     async def state(self) -> list[dict[str, Any]]:
         """Each rank's version in service (None: the one it was started with) and the one being staged."""
         return await self._call("drafter_state")
 
-    async def _swap(self, folder: Path, version: str) -> SwapReport:
+    async def _stage(self, folder: Path, version: str) -> tuple[list[str], list[float]]:
+        """Returns the layers staged and the seconds of each call."""
         begun = await self._all_ok("drafter_begin", str(folder), version)
         spent = [_slowest(begun)]
         for first, last in batches(begun[0]["slices"], SLICE_BYTES):
             spent.append(_slowest(await self._all_ok("drafter_stage", first, last)))
+        return begun[0]["parts"], spent
+
+    async def _swap(self, folder: Path, version: str) -> SwapReport:
+        parts, spent = await self._stage(folder, version)
         committed = await self._call("drafter_commit", version)
         if failure := _failure(committed):
             await self._restore(failure, committed)
@@ -108,7 +125,7 @@ class DrafterSwapper:
             stage_s=sum(spent),
             longest_stage_s=max(spent),
             commit_s=_slowest(committed),
-            proven=tuple(sorted(begun[0]["parts"])),
+            proven=tuple(sorted(parts)),
         )
 
     async def _restore(self, failure: str, answers: Sequence[dict[str, Any]]) -> None:
