@@ -207,7 +207,9 @@ def test_a_cancelled_swap_leaves_nothing_behind(bench: Bench, second: Path) -> N
     assert bench.run(bench.version()) == before
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 1.0}, {"temperature": 0.6, "top_k": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 1.0}, {"temperature": 0.6, "top_k": 2}, {"temperature": 1.3, "top_p": 0.7}], ids=str
+)
 def test_sampled_output_has_the_targets_distribution(bench: Bench, sampling: dict[str, Any]) -> None:
     """Chi-square over all outcomes of three sampled tokens against exact probabilities, at alpha = 0.001.
 
@@ -237,7 +239,13 @@ def test_sampled_output_has_the_targets_distribution(bench: Bench, sampling: dic
 
 
 def _exact(
-    path: Path, prompt: str, outcomes: list[tuple[int, ...]], allowed: list[int], temperature: float, top_k: int = 0
+    path: Path,
+    prompt: str,
+    outcomes: list[tuple[int, ...]],
+    allowed: list[int],
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
 ) -> Any:
     """Probability of each outcome under the target held to `allowed`, by transformers: [len(outcomes)]."""
     ids = AutoTokenizer.from_pretrained(path).encode(prompt)
@@ -247,6 +255,10 @@ def _exact(
     if top_k:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], float("-inf"))
     steps = (logits.double() / temperature).softmax(-1)
+    ranked, places = steps.sort(-1)
+    tail = (ranked.cumsum(-1) <= 1 - top_p).scatter(-1, places, ranked.cumsum(-1) <= 1 - top_p)
+    steps = steps.masked_fill(tail, 0)
+    steps = steps / steps.sum(-1, keepdim=True)
     place = torch.tensor([[allowed.index(t) for t in o] for o in outcomes])
     return steps.gather(-1, place[..., None]).squeeze(-1).prod(-1).numpy()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from eaglenest.engine.arguments import EngineSpec, engine_arguments, require_eagle3
-from eaglenest.engine.environment import prepare_environment
+from eaglenest.engine.environment import on_cpu, prepare_environment
 from eaglenest.errors import EagleNestError, EngineError
 
 if TYPE_CHECKING:
@@ -28,11 +28,14 @@ def start_engine(spec: EngineSpec, *, stat_loggers: list[Any] | None = None) -> 
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from eaglenest.engine.client import SpeculatingCpuLLM
+
+    client = SpeculatingCpuLLM if spec.drafter is not None and on_cpu() else AsyncLLM
     try:
         config = AsyncEngineArgs(**arguments).create_engine_config()
         if spec.drafter is not None:
             require_eagle3(config.model_config)
-        return AsyncLLM.from_vllm_config(config, stat_loggers=stat_loggers)
+        return client.from_vllm_config(config, stat_loggers=stat_loggers)
     except EagleNestError:
         raise
     except Exception as error:
