@@ -130,7 +130,8 @@ class FakeEndpoint:
                 yield event({"error": {"message": "engine died"}})
             if fault == "dropped":
                 raise RuntimeError("the connection is cut in mid-stream")
-            if fault == "short":
+            if fault == "no reason":
+                yield "data: [DONE]\n\n"
                 return
             steps += sent > 1
             if sent < length:
@@ -150,7 +151,8 @@ class FakeEndpoint:
                 }
             }
         yield event(final)
-        yield "data: [DONE]\n\n"
+        if fault != "no done":
+            yield "data: [DONE]\n\n"
 
     def _count(self, steps: int) -> None:
         self.counters["drafts"] += steps

@@ -62,6 +62,8 @@ def test_throughput_counts_only_the_time_at_full_concurrency() -> None:
     assert point.window_tokens == 45
     assert point.tokens_per_s == pytest.approx(15)
     assert (point.tokens, point.wall_s) == (145, 9.0)
+    assert point.itl_ms is not None
+    assert (point.itl_ms.count, point.itl_ms.max) == (2, pytest.approx(2000))  # row 2's long gap ends after the window
 
 
 def test_one_request_at_a_time_measures_the_whole_run() -> None:

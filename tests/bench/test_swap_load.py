@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from eaglenest.bench.models import SwapPlan, SwapTimes
-from eaglenest.bench.swap_load import measure_swaps
+from eaglenest.bench.models import RequestRow, SwapPlan, SwapTimes
+from eaglenest.bench.swap_load import measure_swaps, segments
 from eaglenest.errors import BenchError, SwapRefused
 
 PLAN = SwapPlan(swaps=3, requests=24, concurrency=4, max_tokens=41, plain_step_ms=10.0)
@@ -68,6 +68,22 @@ def test_swaps_are_spread_over_the_run_and_show_in_the_tokens_per_chunk(
     wide = [segment.tokens_per_chunk for segment in result.segments]
     assert None not in wide
     assert wide[1] > 2.6 > 2.2 > wide[2] > 1.8  # type: ignore[operator]
+
+
+def test_a_streams_first_chunk_says_nothing_of_the_drafter() -> None:
+    row = RequestRow(
+        prompt_id="p",
+        category="c",
+        concurrency=1,
+        index=0,
+        start_s=0.0,
+        end_s=4.0,
+        chunk_s=[1.0, 1.5, 3.0, 3.5],
+        chunk_tokens=[1, 3, 2, 4],
+    )
+    before, after = segments([row], [SwapTimes(staging=2.0, done=2.5, version="7")])
+    assert (before.version, before.chunks, before.tokens_per_chunk) == (None, 1, 3.0)
+    assert (after.version, after.chunks, after.tokens_per_chunk) == ("7", 2, 3.0)
 
 
 def test_failures_and_changed_tokens_are_counted(endpoint: Any, make_prompts: Any, swapper: Any) -> None:
