@@ -1,0 +1,329 @@
+"""One distillation, driven: answers, teachers, Ray Train, and in the end a drafter checkpoint."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from eaglenest.distill.answers import AnswerSettings, AnswerStore, EndpointAnswerer, EngineAnswerer, answer_prompts
+from eaglenest.distill.features import Document
+from eaglenest.distill.initialise import drafter_config
+from eaglenest.distill.loop import HISTORY, MetricLog, TrainTask, train_loop
+from eaglenest.distill.prompts import Prompt, interleave, load_prompts, prompts_digest
+from eaglenest.distill.recipe import Recipe
+from eaglenest.distill.stream import TeacherActor
+from eaglenest.distill.training_state import TENSORS, drafter_tensors
+from eaglenest.drafters.checkpoint import load_checkpoint, save_checkpoint
+from eaglenest.drafters.config import DrafterConfig
+from eaglenest.drafters.vocabulary import choose_draft_vocabulary, coverage, draft_ids
+from eaglenest.engine.environment import engine_env
+from eaglenest.errors import BadInput, CheckpointError, EagleNestError
+from eaglenest.settings import Dtype, Settings
+from eaglenest.targets.resolve import Target, resolve_target
+
+logger = logging.getLogger("eaglenest.distill")
+
+
+class DistillJob(BaseModel):
+    """What is distilled from what. Unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="the same name goes on where it stopped")
+    target: str
+    prompts: str = Field(default="builtin:train", description="builtin:train, or a JSONL file")
+    heldout: str | None = Field(
+        default="builtin:heldout", description="prompts to judge by; None: a fifth of the topics of `prompts`"
+    )
+    answer_tokens: int | None = Field(default=None, gt=0, description="answer tokens to train on at most; None: all")
+    heldout_prompts: int = Field(default=40, ge=1, description="how many held-out prompts the simulation replays")
+    answers: AnswerSettings = AnswerSettings()
+    answers_from: str | None = Field(default=None, description="URL of a running endpoint; None: an engine of our own")
+    answer_dtype: Dtype = "auto"
+    recipe: Recipe = Recipe()
+    num_speculative_tokens: int = Field(default=3, ge=1, le=16, description="K of the simulated acceptance")
+    workers: int = Field(default=1, ge=1)
+    teachers: int = Field(default=1, ge=1)
+    teacher_dtype: Dtype = Field(default="auto", description="auto: float32 on a CPU, bfloat16 on a GPU")
+    cpus_per_worker: float = Field(default=1, ge=0)
+    threads: int | None = Field(default=None, ge=1, description="of each trainer and teacher; None: torch's choice")
+    gpu: bool = False
+    retries: int = Field(default=3, ge=0, description="restarts after a lost worker")
+    reuse_gib: float = Field(default=0.6, ge=0, description="hidden states kept for later passes, in GiB")
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """A finished distillation.
+
+    figures: single values, tables and lists, as they go to the registry. history: rows for the training plots.
+    """
+
+    checkpoint: Path
+    config: DrafterConfig
+    figures: dict[str, Any]
+    history: list[dict[str, Any]]
+    prompts_digest: str
+
+
+def distill(
+    job: DistillJob,
+    settings: Settings,
+    *,
+    parent: Path | None = None,
+    parent_version: int | None = None,
+    log: MetricLog | None = None,
+    say: Callable[[str], None] = logger.info,
+) -> Distilled:
+    """Distill a drafter. Needs a running Ray (`ray.init` done by the caller).
+
+    Args:
+        parent: checkpoint folder to start from, whose draft vocabulary is kept; None: from the target alone.
+        log: where figures go while training.
+        say: told of each stage.
+
+    Raises:
+        BadInput, TargetError, CheckpointError, EngineError: with what is wrong.
+    """
+    target = resolve_target(job.target, settings)
+    say(f"target {target.name}: {target.num_layers} layers, states {target.aux_layer_ids}")
+    training, heldout = _prompts(job)
+    documents, judged = _answered(job, target, settings, training, heldout, say)
+    config, vocabulary = _shape(job, target, documents, parent)
+    figures: dict[str, Any] = {
+        "train_answer_tokens": sum(len(d.answer) for d in documents),
+        "train_prompts": len(documents),
+        "draft_vocab_coverage": _covered(judged, vocabulary),
+    }
+    say(
+        f"{figures['train_answer_tokens']} answer tokens of {len(documents)} prompts; the draft vocabulary covers "
+        f"{100 * figures['draft_vocab_coverage']:.1f}% of held-out answers"
+    )
+    folder, metrics, history = _train(job, target, settings, config, vocabulary, documents, judged, parent, log)
+    figures |= _final_figures(metrics)
+    digest = prompts_digest(training)
+    checkpoint = settings.runs_dir.resolve() / "drafters" / job.name
+    if checkpoint.exists():
+        shutil.rmtree(checkpoint)
+    save_checkpoint(
+        checkpoint,
+        config=config,
+        state=_trained(folder),
+        target_name=target.name,
+        target_fingerprint=target.fingerprint,
+        prompts_digest=digest,
+        parent_version=parent_version,
+        settings=json.loads(job.model_dump_json()),
+        figures=figures,
+    )
+    say(f"simulated acceptance length {figures['simulated_accept_len']:.3f} after {figures['train_s']:.0f} s")
+    return Distilled(checkpoint, config, figures, history, digest)
+
+
+def _prompts(job: DistillJob) -> tuple[list[Prompt], list[Prompt]]:
+    if job.heldout is None:
+        training, heldout = load_prompts(job.prompts, "train"), load_prompts(job.prompts, "heldout")
+    else:
+        training, heldout = load_prompts(job.prompts), load_prompts(job.heldout)
+        asked = {tuple(map(tuple, (dict(m).items() for m in p.messages))) for p in training}
+        if any(tuple(map(tuple, (dict(m).items() for m in p.messages))) in asked for p in heldout):
+            raise BadInput("a held-out prompt is among the training prompts", "sets that share no prompt")
+    return interleave(training), interleave(heldout)[: job.heldout_prompts]
+
+
+def _answered(
+    job: DistillJob,
+    target: Target,
+    settings: Settings,
+    training: list[Prompt],
+    heldout: list[Prompt],
+    say: Callable[[str], None],
+) -> tuple[list[Document], list[Document]]:
+    """Documents to train on and to judge by; the answerer lives only as long as something is unanswered."""
+    store = AnswerStore(settings.cache_dir / "answers", target, job.answers)
+    began = time.monotonic()
+    running: list[Any] = []
+
+    def start() -> Any:
+        if not running:
+            running.append(_answerer(job, target, settings))
+        return running[0]
+
+    def told(what: str) -> Callable[[int, int], None]:
+        return lambda done, tokens: say(
+            f"answers, {what}: {done} prompts, {tokens} tokens, {time.monotonic() - began:.0f} s"
+        )
+
+    limits = {"max_length": job.recipe.max_length}
+    try:
+        judged = answer_prompts(heldout, store, job.answers, start, on_progress=told("held-out"), **limits)
+        documents = answer_prompts(
+            training, store, job.answers, start, budget=job.answer_tokens, on_progress=told("training"), **limits
+        )
+    finally:
+        for answerer in running:
+            getattr(answerer, "close", lambda: None)()
+    if not documents:
+        raise BadInput("no prompt got an answer to train on", "at least one", "raise answer_tokens, or max_length")
+    return documents, judged
+
+
+class _ActorAnswerer:
+    """An `EngineAnswerer` in an actor of its own: the engine's environment must be there when its process starts."""
+
+    def __init__(self, job: DistillJob, target: Target, settings: Settings) -> None:
+        import ray
+
+        resources: dict[str, Any] = {"num_gpus": 1} if job.gpu else {"num_cpus": 0}
+        actor = ray.remote(EngineAnswerer).options(runtime_env={"env_vars": engine_env(settings)}, **resources)
+        self._actor = actor.remote(target.path, job.answer_dtype, settings.max_model_len)
+
+    def answer(self, prompts: list[Prompt], settings: AnswerSettings) -> Any:
+        import ray
+
+        try:
+            return ray.get(self._actor.answer.remote(prompts, settings))
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, EagleNestError):
+                raise error.cause from None
+            raise
+
+    def close(self) -> None:
+        import ray
+
+        ray.kill(self._actor)
+
+
+def _answerer(job: DistillJob, target: Target, settings: Settings) -> Any:
+    if job.answers_from:
+        return EndpointAnswerer(job.answers_from)
+    return _ActorAnswerer(job, target, settings)
+
+
+def _shape(
+    job: DistillJob, target: Target, documents: list[Document], parent: Path | None
+) -> tuple[DrafterConfig, list[int]]:
+    """The drafter's config and draft vocabulary: the parent's, or new ones."""
+    if parent is None:
+        recipe = job.recipe
+        config = drafter_config(
+            target,
+            draft_vocab_size=recipe.draft_vocab_size,
+            eagle=recipe.eagle,
+            aux_layer_ids=recipe.aux_layer_ids,
+        )
+        ends = config.eos_token_id
+        always = [] if ends is None else ends if isinstance(ends, list) else [ends]
+        return config, choose_draft_vocabulary(
+            (d.answer for d in documents), config.draft_vocab_size, config.vocab_size, always
+        )
+    config, state, manifest = load_checkpoint(parent)
+    if manifest is not None and manifest.target_fingerprint != target.fingerprint:
+        raise CheckpointError(
+            f"the parent {parent} was distilled from {manifest.target_name} ({manifest.target_fingerprint[:12]})",
+            f"{target.name} ({target.fingerprint[:12]})",
+            "start from nothing (--from-nothing), or from a version of this target",
+        )
+    if job.recipe.aux_layer_ids and tuple(job.recipe.aux_layer_ids) != config.aux_layer_ids:
+        raise BadInput(
+            f"aux layer ids {job.recipe.aux_layer_ids} with a parent that has {config.aux_layer_ids}",
+            "the parent's",
+            "leave them out, or start from nothing",
+        )
+    return config, draft_ids(state["d2t"]).tolist()
+
+
+def _covered(judged: list[Document], vocabulary: list[int]) -> float:
+    import torch
+
+    t2d = torch.zeros(max(vocabulary) + 1 + max(max(d.ids) for d in judged), dtype=torch.bool)
+    t2d[torch.tensor(vocabulary)] = True
+    return coverage((d.answer for d in judged), t2d)
+
+
+def _train(
+    job: DistillJob,
+    target: Target,
+    settings: Settings,
+    config: DrafterConfig,
+    vocabulary: list[int],
+    documents: list[Document],
+    judged: list[Document],
+    parent: Path | None,
+    log: MetricLog | None,
+) -> tuple[Path, dict[str, Any], list[dict[str, Any]]]:
+    """Run Ray Train; gives the folder of the last checkpoint, its metrics and the history."""
+    import ray
+    from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    dtype = job.teacher_dtype if job.teacher_dtype != "auto" else ("bfloat16" if job.gpu else "float32")
+    resources: dict[str, Any] = {"num_gpus": 1} if job.gpu else {"num_cpus": 0}
+    actor = ray.remote(TeacherActor).options(max_restarts=-1, max_task_retries=-1, **resources)
+    teachers = [actor.remote(str(target.path), config.aux_layer_ids, dtype, job.threads) for _ in range(job.teachers)]
+    ray.get([teacher.ready.remote() for teacher in teachers])
+    task = TrainTask(
+        target=target,
+        recipe=job.recipe,
+        config=config,
+        vocabulary=vocabulary,
+        documents=documents,
+        heldout=judged,
+        teachers=teachers,
+        num_speculative_tokens=job.num_speculative_tokens,
+        parent=parent,
+        log=log,
+        threads=job.threads,
+        reuse_bytes=int(job.reuse_gib * 2**30),
+    )
+    trainer = TorchTrainer(
+        train_loop,
+        train_loop_config={"task": task},
+        scaling_config=ScalingConfig(
+            num_workers=job.workers, use_gpu=job.gpu, resources_per_worker={"CPU": job.cpus_per_worker}
+        ),
+        run_config=RunConfig(
+            name=job.name,
+            storage_path=str(settings.runs_dir.resolve() / "training"),
+            failure_config=FailureConfig(max_failures=job.retries),
+            checkpoint_config=CheckpointConfig(num_to_keep=2),
+        ),
+    )
+    try:
+        result = trainer.fit()
+    finally:
+        for teacher in teachers:
+            ray.kill(teacher)
+    assert result.checkpoint is not None
+    assert result.metrics is not None
+    folder = Path(result.checkpoint.path)
+    return folder, dict(result.metrics), json.loads((folder / HISTORY).read_text())
+
+
+def _final_figures(metrics: dict[str, Any]) -> dict[str, Any]:
+    names = (
+        "simulated_accept_len",
+        "simulated_by_position",
+        "simulated_by_category",
+        "train_s",
+        "tokens",
+        "passes",
+        "updates",
+        "teacher_wait_s",
+        "loss",
+    )
+    return {name: metrics[name] for name in names if metrics.get(name) is not None}
+
+
+def _trained(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return drafter_tensors(load_file(folder / TENSORS))

@@ -1,0 +1,107 @@
+"""Hidden states on their way from teachers to a trainer: through Ray's object store, in bounded memory."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eaglenest.distill.features import Document, Features
+
+Packed = tuple[np.ndarray, np.ndarray]
+
+
+class TeacherActor:
+    """A `TransformersTeacher` in an actor: a thin shell that hands out each document's states by themselves."""
+
+    def __init__(self, path: str, aux_layer_ids: Sequence[int], dtype: str, threads: int | None) -> None:
+        import torch
+
+        from eaglenest.distill.teachers import TransformersTeacher
+
+        if threads:
+            torch.set_num_threads(threads)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._teacher = TransformersTeacher(Path(path), aux_layer_ids, getattr(torch, dtype), device)
+
+    def features(self, documents: Sequence[Document]) -> list[Packed]:
+        """Packed states, one return value for each document."""
+        return [f.pack() for f in self._teacher.features(documents)]
+
+    def lone(self, document: Document) -> Packed:
+        """Packed states of a single document."""
+        return self.features([document])[0]
+
+    def ready(self) -> bool:
+        """Answers once the target is loaded."""
+        return True
+
+
+class Stream:
+    """Documents with their states, in any order asked for.
+
+    Args:
+        teachers: handles of `TeacherActor`s. They restart and retry by Ray's own means; a document's states are asked
+            for again when they were lost.
+        documents: by index.
+        batch: documents of one call. ahead: calls under way per teacher.
+        reuse_bytes: states kept in the object store after their first use, so that later passes need no teacher; what
+            does not fit is made anew.
+    """
+
+    def __init__(
+        self, teachers: Sequence[Any], documents: Sequence[Document], *, batch: int, ahead: int, reuse_bytes: int
+    ) -> None:
+        self._teachers, self.documents = list(teachers), documents
+        self._batch, self._ahead, self._room = batch, ahead, reuse_bytes
+        self._kept: dict[int, Any] = {}
+        self._turn = 0
+        self.waited_s = 0.0
+
+    def features(self, order: Sequence[int]) -> Iterator[tuple[Document, Features]]:
+        """Yield the documents of `order` with their states, each exactly once, teachers working ahead."""
+        waiting: deque[tuple[int, Any]] = deque()
+        missing = deque(index for index in order if index not in self._kept)
+        for index in order:
+            while missing and len(waiting) < self._batch * self._ahead * len(self._teachers):
+                waiting.extend(self._ask([missing.popleft() for _ in range(min(self._batch, len(missing)))]))
+            if index in self._kept:
+                reference = self._kept[index]
+            else:
+                asked, reference = waiting.popleft()
+                assert asked == index, "states come in the order asked for"
+            packed = self._take(index, reference)
+            self._keep(index, reference, packed)
+            yield self.documents[index], Features.unpack(packed)
+
+    def _ask(self, indices: list[int]) -> list[tuple[int, Any]]:
+        teacher = self._teachers[self._turn % len(self._teachers)]
+        self._turn += 1
+        wanted = [self.documents[i] for i in indices]
+        if len(wanted) == 1:  # Ray takes a single return value as it is: ask for it without its list
+            return [(indices[0], teacher.lone.remote(wanted[0]))]
+        references = teacher.features.options(num_returns=len(wanted)).remote(wanted)
+        return list(zip(indices, references, strict=True))
+
+    def _take(self, index: int, reference: Any) -> Packed:
+        import ray
+
+        began = time.monotonic()
+        try:
+            packed: Packed = ray.get(reference)
+        except (ray.exceptions.ObjectLostError, ray.exceptions.ActorDiedError, ray.exceptions.OwnerDiedError):
+            self._kept.pop(index, None)
+            [(_, again)] = self._ask([index])
+            packed = ray.get(again)
+        self.waited_s += time.monotonic() - began
+        return packed
+
+    def _keep(self, index: int, reference: Any, packed: Packed) -> None:
+        size = sum(array.nbytes for array in packed)
+        if index not in self._kept and size <= self._room:
+            self._room -= size
+            self._kept[index] = reference
