@@ -52,7 +52,7 @@ def _token_env(settings: Settings) -> dict[str, str]:
 
 
 def adopt(settings: Settings) -> None:
-    """Let this process talk to the Ray that we started, if we did. Before Ray is imported: it reads its settings once."""
+    """Let this process talk to the Ray that we started, if we did. To be called before Ray is imported."""
     if RAY in load(settings).services:
         os.environ.update(auth_env(settings))
 

@@ -200,17 +200,25 @@ def free_port(host: str) -> int:
         return port
 
 
+def port_pid(port: int) -> int | None:
+    """The process that listens on a port; None where nobody does, or a process that we may not look at."""
+    with contextlib.suppress(psutil.Error):
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
+                return connection.pid
+    return None
+
+
 def port_holder(port: int) -> str:
     """Who listens on a port, in words: "pid 4711 (python -m http.server 8000)"."""
+    pid = port_pid(port)
+    if pid is None:
+        return "a process of another user"
     try:
-        listeners = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr]
-        pid = next((c.pid for c in listeners if c.laddr.port == port and c.pid), None)
-        if pid is None:
-            return "a process of another user"
         command = " ".join(psutil.Process(pid).cmdline()) or psutil.Process(pid).name()
-        return f"pid {pid} ({command if len(command) <= 90 else command[:87] + '...'})"
     except psutil.Error:
-        return "a process that cannot be looked at"
+        return f"pid {pid}"
+    return f"pid {pid} ({command if len(command) <= 90 else command[:87] + '...'})"
 
 
 def wait_until(ready: Callable[[], bool], record: ProcessRecord, name: str, seconds: float) -> None:

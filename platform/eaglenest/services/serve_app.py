@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +114,25 @@ def delete_serve(settings: Settings | None = None, *, say: Say = silent, timeout
         time.sleep(_POLL_S)
 
 
+@contextlib.contextmanager
+def deployed(settings: Settings, config: Path, args: Mapping[str, Any], *, say: Say = silent) -> Iterator[str]:
+    """A Serve config with other arguments, up for as long as the context: `{"drafter": "none", "dtype": "bfloat16"}`.
+
+    Yields:
+        The root URL of its endpoint.
+
+    Raises:
+        BadInput, ServiceError: as `deploy_serve`.
+    """
+    rendered = render(settings, config)
+    changed = [{**app, "args": {**app.get("args", {}), **args}} for app in rendered["applications"]]
+    try:
+        deploy_serve(settings, {**rendered, "applications": changed}, say=say)
+        yield settings.serve_url
+    finally:
+        delete_serve(settings, say=say)
+
+
 def applications(settings: Settings) -> dict[str, dict[str, Any]]:
     """Serve's applications by name, as Ray tells of them; empty where Serve does not run.
 
@@ -152,7 +173,7 @@ def _wait_until_running(settings: Settings, names: list[str], say: Say, timeout_
     while True:
         found = applications(settings)
         states = {name: found[name]["status"] if name in found else "NOT_STARTED" for name in names}
-        if set(states.values()) == {"RUNNING"}:
+        if set(states.values()) == {"RUNNING"} and _routed(settings, names):
             return
         detail = _messages(found, names)
         if failed := [name for name, state in states.items() if state in _FAILED]:
@@ -172,6 +193,12 @@ def _wait_until_running(settings: Settings, names: list[str], say: Say, timeout_
             said = news
             say(f"Serve: {news}")
         time.sleep(_POLL_S)
+
+
+def _routed(settings: Settings, names: list[str]) -> bool:
+    """Whether Serve's proxy knows the way to them: it learns of it a moment after they run."""
+    answer = request("GET", f"{settings.serve_url}/-/routes")
+    return answer is not None and answer.status_code == 200 and set(names) <= set(answer.json().values())
 
 
 def _messages(found: dict[str, dict[str, Any]], names: list[str]) -> str:
