@@ -1,0 +1,110 @@
+"""Options of `jobs/distill.py`: what runs inside the cluster when a distillation job is submitted."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+
+from eaglenest.errors import BadInput, EagleNestError
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def distill(
+    name: Annotated[str, typer.Option(help="name of the run; the same name goes on where it stopped")],
+    target: Annotated[str | None, typer.Option(help="embedded name, hub id or path; default: EAGLENEST_TARGET")] = None,
+    parent: Annotated[str, typer.Option(help="version or alias to start from")] = "champion",
+    from_nothing: Annotated[bool, typer.Option("--from-nothing", help="start from the target alone")] = False,
+    prompts: Annotated[str, typer.Option(help="builtin:train, or a JSONL file")] = "builtin:train",
+    heldout: Annotated[
+        str | None, typer.Option(help="held-out prompts; default: ours, or a fifth of the topics of your own file")
+    ] = None,
+    answer_tokens: Annotated[int | None, typer.Option(help="answer tokens to train on at most")] = None,
+    answers_from: Annotated[str | None, typer.Option(help="URL of a running endpoint that shall answer")] = None,
+    max_seconds: Annotated[float | None, typer.Option(help="training time")] = None,
+    passes: Annotated[int | None, typer.Option(help="passes over the answers at most")] = None,
+    workers: Annotated[int, typer.Option(help="trainers")] = 1,
+    teachers: Annotated[int, typer.Option(help="teachers")] = 1,
+    gpu: Annotated[bool, typer.Option("--gpu", help="trainers and teachers take a GPU each")] = False,
+    threads: Annotated[int | None, typer.Option(help="threads of each trainer and teacher on a CPU")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="JSON with any field of DistillJob (docs/distillation.md); options override it")
+    ] = None,
+) -> None:
+    """Distill a drafter and register it as the challenger.
+
+    Example: python jobs/distill.py --name first --from-nothing --answer-tokens 25000 --max-seconds 300
+    """
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    for noisy in ("httpx", "mlflow", "ray.train"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    from eaglenest.services.processes import sigterm_as_interrupt
+
+    given: dict[str, Any] = {
+        "name": name,
+        "target": target,
+        "prompts": prompts if prompts != "builtin:train" else None,
+        "heldout": heldout,
+        "answer_tokens": answer_tokens,
+        "answers_from": answers_from,
+        "workers": workers,
+        "teachers": teachers,
+        "gpu": gpu,
+        "threads": threads,
+    }
+    recipe: dict[str, Any] = {"max_seconds": max_seconds, "passes": passes}
+    with sigterm_as_interrupt():
+        try:
+            _run(given, recipe, config, None if from_nothing else parent)
+        except EagleNestError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(error.exit_code) from error
+
+
+def _run(given: dict[str, Any], recipe: dict[str, Any], config: Path | None, parent: str | None) -> None:
+    import ray
+
+    from eaglenest.distill.run import DistillJob
+    from eaglenest.pipeline import raise_drafter
+    from eaglenest.settings import get_settings
+
+    settings = get_settings()
+    fields = _read(config)
+    fields |= {k: v for k, v in given.items() if v is not None}
+    fields["recipe"] = {**fields.get("recipe", {}), **{k: v for k, v in recipe.items() if v is not None}}
+    fields.setdefault("target", settings.target)
+    if "heldout" not in fields and "prompts" in fields:
+        fields["heldout"] = None
+    fields.setdefault("num_speculative_tokens", settings.num_speculative_tokens)
+    try:
+        job = DistillJob.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise BadInput(f"{'.'.join(map(str, first['loc']))}: {first['msg']}", "a field of DistillJob") from error
+    ray.init(address="auto", log_to_driver=True, logging_level=logging.WARNING)
+    version = raise_drafter(job, settings, parent=parent, say=lambda line: print(line, flush=True))
+    print(f"registered {settings.model_name} version {version.version} as challenger", flush=True)
+
+
+def _read(config: Path | None) -> dict[str, Any]:
+    if config is None:
+        return {}
+    try:
+        raw = json.loads(config.read_text())
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{config} cannot be read as JSON ({error})", "an object with fields of DistillJob") from error
+    if not isinstance(raw, dict):
+        raise BadInput(f"{config} holds {type(raw).__name__}", "a JSON object")
+    return raw
+
+
+def main() -> None:
+    """Run the command."""
+    app()
