@@ -23,7 +23,9 @@ class Settings(BaseSettings):
         default_factory=lambda: Path.home() / ".cache" / "eaglenest",
         description="what can be made again: converted targets, answers, staged drafters",
     )
-    runs_dir: Path = Field(default=Path("runs"), description="what a run leaves: MLflow's store, reports, service state")
+    runs_dir: Path = Field(
+        default=Path("runs"), description="what a run leaves: MLflow's store, reports, service state"
+    )
 
     target: str = Field(default=DEFAULT_TARGET, description="embedded name, hub id or local path of the target")
     model_name: str = Field(

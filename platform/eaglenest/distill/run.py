@@ -124,6 +124,7 @@ def distill(
         settings=json.loads(job.model_dump_json()),
         figures=figures,
     )
+    checkpoint.with_name(f"{job.name}.history.json").write_text(json.dumps(history))
     say(f"simulated acceptance length {figures['simulated_accept_len']:.3f} after {figures['train_s']:.0f} s")
     return Distilled(checkpoint, config, figures, history, digest)
 

@@ -90,7 +90,9 @@ def _check_folder(path: Path) -> None:
             "convert the model with save_pretrained(..., safe_serialization=True)",
         )
     if not any((path / f).exists() for f in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        raise TargetError(f"{path} holds no tokenizer", "tokenizer.json or tokenizer.model", "copy it beside the weights")
+        raise TargetError(
+            f"{path} holds no tokenizer", "tokenizer.json or tokenizer.model", "copy it beside the weights"
+        )
 
 
 def _fetch(name: str) -> Path:
