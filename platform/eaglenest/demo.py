@@ -137,7 +137,8 @@ class _Demo:
         """The part with the service up: judge v1, raise v2 through it, swap, judge and measure v2."""
         with self._stage("serve v1"):
             second = find_by_job(self.registry, f"{self.name}-v2")
-            if self.registry.aliases().get("champion") not in {first.version, second.version if second else None}:
+            ours = {v.version for v in (first, second) if v is not None}
+            if self.registry.aliases().get("champion") not in ours:
                 promote(self.registry, first.version, None)
             serve_app.deploy_serve(self.settings, self._serve_config("registry", "float32"), say=self.say)
         url = self.settings.serve_url
@@ -310,9 +311,7 @@ class _Demo:
             train_s=float(figures["train_s"]),
             parent_version=parent,
             sim_accept_len=float(figures["simulated_accept_len"]),
-            history=[TrainPoint.model_validate(p) for p in json.loads(history.read_text())]
-            if history.exists()
-            else None,
+            history=points,
         )
 
     def _figures(self, drafter: DrafterReport, bench: models.BenchResult) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -104,18 +104,19 @@ class Learner:
     ) -> tuple[Acceptance, dict[str, Acceptance]]:
         """Acceptance simulated by replaying each answer at K = `steps`: pooled, and by category."""
         pooled, categories = Acceptance(), dict[str, Acceptance]()
-        for document, features in items:
-            batch = self.to_device(collate([(document, features)], steps, torch.float32))
+        for group in _groups(items, self.recipe.pack_tokens):
+            batch = self.to_device(collate(group, steps, torch.float32))
             rows, reach = batch.pack.rows, batch.pack.reach.tolist()
             last = batch.nexts.shape[0] - 1
             columns = [
                 self._ids[self.drafter.lm_head(normed).argmax(-1)] == batch.nexts[(rows + k).clamp(max=last)]
                 for k, normed in enumerate(self.drafter.ttt_steps(batch.pack, steps))
             ]
-            table = torch.stack(columns, dim=1).tolist()
-            result = replay([row[:far] for row, far in zip(table, reach, strict=True)], steps)
-            pooled.add(result)
-            categories.setdefault(document.category, Acceptance()).add(result)
+            hits = [row[:far] for row, far in zip(torch.stack(columns, dim=1).tolist(), reach, strict=True)]
+            for (document, _), span in zip(group, batch.pack.spans, strict=True):
+                result = replay(hits[span.query_start : span.query_end], steps)
+                pooled.add(result)
+                categories.setdefault(document.category, Acceptance()).add(result)
         return pooled, categories
 
     def batch(self, items: Sequence[tuple[Document, Features]]) -> Batch:
@@ -145,6 +146,18 @@ class Learner:
         self.optimiser.load_state_dict(state["optimiser"])
         self.updates = state["updates"]
         torch.set_rng_state(state["rng"])
+
+
+def _groups(items: Iterable[tuple[Document, Features]], tokens: int) -> Iterator[list[tuple[Document, Features]]]:
+    """Neighbours together, up to so many tokens."""
+    group: list[tuple[Document, Features]] = []
+    for item in items:
+        if group and sum(len(d.ids) for d, _ in group) + len(item[0].ids) > tokens:
+            yield group
+            group = []
+        group.append(item)
+    if group:
+        yield group
 
 
 def _average_gradients(parameters: Sequence[Tensor]) -> None:
