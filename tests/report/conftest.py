@@ -151,7 +151,7 @@ def make_swap_rows() -> tuple[list[RequestRow], list[RequestRow], Sequence[SwapT
     def late(at: float) -> float:
         return at + 0.2 * sum(at > begin + 0.6 for begin in begins)
 
-    swaps = [SwapTimes(staging=late(b), done=late(b + 0.7), version=str(2 - i % 2)) for i, b in enumerate(begins)]
+    swaps = [SwapTimes(staging=late(b), done=late(b + 0.7), version=f"v{2 - i % 2}") for i, b in enumerate(begins)]
 
     moving = [
         row.model_copy(

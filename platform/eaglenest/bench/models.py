@@ -270,7 +270,8 @@ class SwapPlan(Record):
 class SwapTimes(Record):
     """What a swap callable returns: when staging began and when the new drafter was in, seconds.
 
-    `clock`: `monotonic` is `time.monotonic()` of any process on this host, `wall` is `time.time()`.
+    `version`: what the report calls the new drafter, such as `v2`. `clock`: `monotonic` is `time.monotonic()` of any
+    process on this host, `wall` is `time.time()`.
     """
 
     staging: float

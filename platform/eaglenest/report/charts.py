@@ -246,10 +246,10 @@ def shown(history: Sequence[TrainPoint]) -> list[TrainPoint]:
 
 def swap_timeline(swap: SwapResult) -> Figure:
     """The largest gap between chunks over the run, with its swaps."""
-    bands = [(event.staging_s, event.first_token_s, f"v{event.version}") for event in swap.events]
+    bands = [(event.staging_s, event.first_token_s, event.version) for event in swap.events]
     rows = [
         [
-            f"v{event.version}",
+            event.version,
             f"{event.staging_s:.1f}",
             f"{(event.done_s - event.staging_s) * 1000:.0f}",
             f"{event.gap_ms:.0f}",
