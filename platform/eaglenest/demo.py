@@ -6,13 +6,14 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -36,6 +37,7 @@ from eaglenest.targets import resolve_target
 Say = Callable[[str], None]
 M = TypeVar("M", bound=BaseModel)
 
+_NOISE = re.compile(r"^(\[?\d{4}-|Loading weights|\s*$)")  # Ray's and transformers' own log lines
 SERVE_CONFIG = Path("serve_configs") / "1-one-replica.yaml"
 SPECULATIVE = models.Configuration(name="speculative float32", dtype="float32", speculation=True, eager=True)
 PLAIN = (
@@ -163,7 +165,9 @@ class _Demo:
             start = ["--from-nothing"] if parent is None else ["--parent", str(parent.version)]
             options = ["--name", job, "--target", self.settings.target, "--answer-tokens", str(tokens)]
             options += ["--max-seconds", str(seconds), "--passes", "1000", "--threads", str(os.cpu_count() or 1)]
-            run_distill_job(self.settings, [*options, *start, *extra], say=self.say)
+            log = self.folder / f"{job}.log"
+            with log.open("a") as file:
+                run_distill_job(self.settings, [*options, *start, *extra], say=partial(_both, file, self.say))
             found = find_by_job(self.registry, job)
             if found is None:
                 raise ServiceError(f"job {job} succeeded, but registered nothing", None, "look at MLflow's page")
@@ -317,6 +321,16 @@ class _Demo:
     def _figures(self, drafter: DrafterReport, bench: models.BenchResult) -> None:
         if bench.speedup_c1 is not None:
             self.registry.set_figures(drafter.version, {"speedup": bench.speedup_c1})
+
+
+def _both(file: TextIO, say: Say, line: str) -> None:
+    """Every line of a job into its log, the telling ones to the terminal without the prefix of Ray's workers."""
+    file.write(line + "\n")
+    file.flush()
+    prefix, _, rest = line.rpartition("\x1b[0m ")
+    if not prefix or rest.startswith(("pass ", "goes on ")):
+        if not _NOISE.match(line):
+            say("   " + rest)
 
 
 def _machine() -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -54,6 +55,7 @@ def run_distill_job(
     access.adopt(settings)
     from ray.job_submission import JobStatus, JobSubmissionClient
 
+    logging.getLogger("ray").setLevel(logging.WARNING)
     root = project_root()
     entrypoint = shlex.join(["python", "jobs/distill.py", *arguments])
     try:

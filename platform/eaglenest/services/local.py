@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -20,12 +22,16 @@ from eaglenest.services.serve_app import delete_serve, deploy_serve
 from eaglenest.services.state import MLFLOW, RAY, Say, load, locked, save, silent
 from eaglenest.settings import Settings
 
+if TYPE_CHECKING:
+    from eaglenest.bench.models import Configuration
+
 __all__ = [
     "DEFAULT_CONFIG",
     "Services",
     "delete_serve",
     "deploy_serve",
     "down",
+    "engines",
     "our_processes",
     "start_mlflow",
     "start_ray",
@@ -117,6 +123,24 @@ def down(settings: Settings, *, say: Say = silent) -> dict[str, int]:
                 if serve_app.applications(settings):
                     delete_serve(settings, say=say, timeout_s=_SERVE_PATIENCE_S)
         return _stop(settings, [name for name in (RAY, MLFLOW) if name in state.services], say)
+
+
+def engines(settings: Settings, *, say: Say = silent) -> Callable[[Configuration], AbstractContextManager[str]]:
+    """For `eaglenest.bench.run_bench`: each configuration deployed in its turn, one engine at a time, Ray being up.
+
+    The engine of a configuration with speculation takes the registry's champion.
+    """
+
+    def deploy(configuration: Configuration) -> AbstractContextManager[str]:
+        args = {
+            "drafter": "registry" if configuration.speculation else "none",
+            "dtype": configuration.dtype,
+            "enforce_eager": configuration.eager,
+        }
+        say(f"deploying {configuration.name}")
+        return serve_app.deployed(settings, _default_config(), args, say=say)
+
+    return deploy
 
 
 def status(settings: Settings) -> dict[str, dict[str, Any]]:

@@ -1,0 +1,127 @@
+"""bench, demo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eaglenest.cli.common import AsJson, load_settings, out, print_json, progress, say
+from eaglenest.errors import BadInput, ServiceError
+from eaglenest.settings import Settings
+
+if TYPE_CHECKING:
+    from eaglenest.bench.models import BenchResult, Plan
+    from eaglenest.distill.prompts import Prompt
+
+
+def register(app: typer.Typer) -> None:
+    """Add these commands to the application."""
+    app.command()(bench)
+    app.command()(demo)
+
+
+def bench(
+    url: Annotated[
+        str | None, typer.Option(help="measure this running endpoint alone, instead of engines of our own")
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="compiled engines too: ten minutes more on a CPU")] = False,
+    concurrency: Annotated[str, typer.Option(help="requests in flight, one window each")] = "1,2,4,8",
+    max_tokens: Annotated[int, typer.Option(min=2, help="answer tokens of each request")] = 64,
+    requests: Annotated[int | None, typer.Option(min=1, help="requests of each window")] = None,
+    prompts: Annotated[str, typer.Option(help="builtin:heldout, builtin:train, or a JSONL file")] = "builtin:heldout",
+    save: Annotated[Path | None, typer.Option(help="write every figure and request to this JSON file")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare plain decoding with speculation: tokens per second, acceptance, latency.
+
+    Engines are started one after the other with the registry's champion, so nothing else may be served meanwhile.
+
+    Examples:
+
+        eaglenest bench
+
+        eaglenest bench --full --save bench.json
+
+        eaglenest bench --url http://127.0.0.1:8000 --concurrency 1,4
+    """
+    levels = _levels(concurrency)
+    settings = load_settings()
+    from eaglenest.bench.models import Plan
+    from eaglenest.distill.prompts import load_prompts
+    from eaglenest.report import render_bench
+
+    asked = load_prompts(prompts)
+    plan = Plan(concurrencies=levels, max_tokens=max_tokens, requests_per_point=requests)
+    result = _endpoint(url, asked, plan) if url else _configurations(settings, asked, plan, full)
+    if save:
+        save.parent.mkdir(parents=True, exist_ok=True)
+        save.write_text(result.model_dump_json(indent=2) + "\n")
+    if as_json:
+        print_json(result.without_rows().model_dump())
+    else:
+        out.print(render_bench(result))
+
+
+def demo() -> None:
+    """The whole way on this machine: raise a drafter, serve it, measure it, improve it, swap it in under load.
+
+    Takes half an hour on two cores the first time, and goes on where it was interrupted. It ends with a report in
+    runs_dir/demo: report.html for people, report.json for machines.
+
+    Example: eaglenest demo
+    """
+    settings = load_settings()
+    from eaglenest.pipeline import run_demo
+
+    run_demo(settings)
+
+
+def _levels(text: str) -> tuple[int, ...]:
+    try:
+        levels = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        levels = ()
+    if not levels or min(levels) < 1:
+        raise BadInput(f"--concurrency {text}", "numbers from 1 up with commas between, such as 1,2,4,8")
+    return levels
+
+
+def _endpoint(url: str, prompts: list[Prompt], plan: Plan) -> BenchResult:
+    from eaglenest.bench.measure import measure
+    from eaglenest.bench.models import BenchResult
+
+    with progress("measuring") as tell:
+        measured = measure(url.rstrip("/"), None, prompts, plan, on_progress=tell)
+    speculates = measured.acceptance is not None
+    return BenchResult(
+        plain=[] if speculates else [measured],
+        speculative=[measured] if speculates else [],
+        speedup_c1=None,
+        speedup_c1_vs_best_plain=None,
+    )
+
+
+def _configurations(settings: Settings, prompts: list[Prompt], plan: Plan, full: bool) -> BenchResult:
+    from eaglenest.bench.run import default_configurations, run_bench
+    from eaglenest.services import local, serve_app
+
+    with progress("starting services") as tell:
+        local.up(settings, serve=False, say=tell)
+        if serve_app.applications(settings):
+            raise ServiceError(
+                "a Serve application is running, and would share the machine with what is measured",
+                "a machine to itself",
+                "`eaglenest down` first, or measure what runs: eaglenest bench --url " + settings.serve_url,
+            )
+        dtype = "float32" if settings.dtype == "auto" else settings.dtype
+        result = run_bench(
+            default_configurations(dtype=dtype, full=full),
+            local.engines(settings, say=tell),
+            prompts,
+            plan,
+            on_progress=tell,
+        )
+    say("Ray and MLflow stay up: `eaglenest down` stops them")
+    return result
