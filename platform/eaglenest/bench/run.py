@@ -95,7 +95,7 @@ def run_bench(
             )
             for earlier in done:
                 if _same_outputs_expected(earlier, measured):
-                    outputs.append(asyncio.run(_compare(url, earlier, measured)))
+                    outputs.append(outputs_equal(url, earlier, measured))
         done.append(measured)
     return compare(done, outputs)
 
@@ -105,9 +105,18 @@ def _same_outputs_expected(earlier: Measurement, later: Measurement) -> bool:
     return a is not None and b is not None and a.same_mode(b) and a.speculation != b.speculation
 
 
-async def _compare(url: str, reference: Measurement, other: Measurement) -> Equality:
-    async with open_client(url) as client:
-        return await compare_outputs(reference.rows, other.rows, endpoint_probe(client, other.model))
+def outputs_equal(url: str, reference: Measurement, other: Measurement) -> Equality:
+    """Compare the greedy outputs of two measurements with the same plan and mode, token by token (`compare_outputs`).
+
+    Args:
+        url: an endpoint of the same target and mode that is up, asked for its logits where two outputs part.
+    """
+
+    async def compare_rows() -> Equality:
+        async with open_client(url) as client:
+            return await compare_outputs(reference.rows, other.rows, endpoint_probe(client, other.model))
+
+    return asyncio.run(compare_rows())
 
 
 def compare(measurements: Sequence[Measurement], outputs: Sequence[Equality] = ()) -> BenchResult:
