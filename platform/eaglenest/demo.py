@@ -328,9 +328,8 @@ def _both(file: TextIO, say: Say, line: str) -> None:
     file.write(line + "\n")
     file.flush()
     prefix, _, rest = line.rpartition("\x1b[0m ")
-    if not prefix or rest.startswith(("pass ", "goes on ")):
-        if not _NOISE.match(line):
-            say("   " + rest)
+    if (not prefix or rest.startswith(("pass ", "goes on "))) and not _NOISE.match(line):
+        say("   " + rest)
 
 
 def _machine() -> dict[str, Any]:
