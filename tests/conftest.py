@@ -1,4 +1,4 @@
-"""What several stages' tests share: a tiny drafter checkpoint, and one real MLflow server for the whole run."""
+"""What several stages' tests share: surroundings of their own, a tiny drafter checkpoint, one real MLflow server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,49 @@ from typing import Any
 
 import pytest
 
+from eaglenest.settings import Settings, get_settings
+
 TARGET_FINGERPRINT = "f" * 64
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing of the developer's settings, services or caches reaches a test, nor the other way round."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in list(os.environ):
+            if name.startswith(("EAGLENEST_", "MLFLOW_", "RAY_")):
+                patch.delenv(name)
+        patch.setenv("EAGLENEST_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("EAGLENEST_RUNS_DIR", str(tmp_path_factory.mktemp("runs")))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def fresh_settings() -> Iterator[None]:
+    """A test that sets EAGLENEST_ variables is read as it means, and leaves nothing behind."""
+    get_settings.cache_clear()
+    yield
+    get_settings.cache_clear()
+
+
+def free_port() -> int:
+    """A port on which nobody listens now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def own_settings(folder: Path, **more: Any) -> Settings:
+    """Settings with folders and ports of their own."""
+    ports = {name: free_port() for name in ("serve_port", "mlflow_port", "ray_port", "ray_dashboard_port")}
+    return Settings(**{"cache_dir": folder / "cache", "runs_dir": folder / "runs", **ports, **more})
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    """Settings with folders and ports of their own, for one test."""
+    return own_settings(tmp_path)
 
 
 def tiny_config(**changes: Any) -> Any:
@@ -89,9 +131,7 @@ class MlflowServer:
 def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
     """One real MLflow server on a free port, with sqlite and a folder. Use a registered model of your own in it."""
     home = tmp_path_factory.mktemp("mlflow")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += [
         "--backend-store-uri",
