@@ -2,8 +2,9 @@
 
 Shift, once and for all. A document has tokens x[0..n), aux states g and last states s at each. Row p (0 <= p < n-1)
 carries token x[p+1], aux g[p], position p. At step k it proposes x[p+2+k]; its label is the target's distribution at
-position p+1+k, made from s[p+1+k]. A row carries loss when x[p+1] is an answer token and x[p+2] exists: the first
-such row is the last prompt position, whose sampled token starts the answer, exactly where serving first drafts.
+position p+1+k, made from s[p+1+k]. A row is an answer row when x[p+1] is an answer token and x[p+2] exists: the first
+one is the last prompt position, whose sampled token starts the answer, exactly where serving first drafts. The rows
+before it, inside the prompt, may carry loss too: the target's distribution is known there as well.
 """
 
 from __future__ import annotations
@@ -66,34 +67,44 @@ class Batch:
     """A pack and its labels.
 
     labels: [N, Ht], s[p+1] for row p, so that step k of row p reads labels[p+k]. nexts: [N] int64, the token that row
-    p proposes at step 0, x[p+2]; step k is judged by nexts[p+k].
+    p proposes at step 0, x[p+2]; step k is judged by nexts[p+k]. weights: [R] float32, 1 for answer rows.
     """
 
     pack: Pack
     labels: Tensor
     nexts: Tensor
+    weights: Tensor
     answer_tokens: int
 
 
-def loss_rows(document: Document, steps: int) -> tuple[list[int], list[int]]:
-    """Rows of one document that carry loss, and how many steps of each have a label (at most `steps`)."""
+def loss_rows(document: Document, steps: int, prompt: bool = False) -> tuple[list[int], list[int]]:
+    """Rows of one document that carry loss, and how many steps of each have a label (at most `steps`).
+
+    Args:
+        prompt: the rows inside the prompt, too.
+    """
     size = len(document.ids)
-    rows = [p for p in range(size - 2) if p + 1 >= document.answer_start]
+    rows = list(range(0 if prompt else max(0, document.answer_start - 1), size - 2))
     return rows, [min(steps, size - 2 - p) for p in rows]
 
 
-def collate(items: Sequence[tuple[Document, Features]], steps: int, dtype: torch.dtype) -> Batch:
+def collate(
+    items: Sequence[tuple[Document, Features]], steps: int, dtype: torch.dtype, prompt_weight: float = 0.0
+) -> Batch:
     """Lay documents end to end.
 
     Args:
         items: documents with their states. steps: TTT steps. dtype: of the states in the pack.
+        prompt_weight: of the rows inside the prompt; 0 leaves them out.
     """
+    weights: list[float] = []
     tokens, positions, aux, labels, nexts, rows, reach, spans = [], [], [], [], [], [], [], []
     offset = queries = 0
     for document, features in items:
         ids = torch.tensor(document.ids, dtype=torch.int64)
         size = ids.shape[0] - 1
-        mine, far = loss_rows(document, steps)
+        mine, far = loss_rows(document, steps, prompt_weight > 0)
+        weights += [prompt_weight if p + 1 < document.answer_start else 1.0 for p in mine]
         tokens.append(ids[1:])
         nexts.append(torch.cat([ids[2:], ids[-1:]]))
         positions.append(torch.arange(size))
@@ -112,4 +123,4 @@ def collate(items: Sequence[tuple[Document, Features]], steps: int, dtype: torch
         spans=spans,
     )
     answer_tokens = sum(len(d.answer) for d, _ in items)
-    return Batch(pack, torch.cat(labels), torch.cat(nexts), answer_tokens)
+    return Batch(pack, torch.cat(labels), torch.cat(nexts), torch.tensor(weights), answer_tokens)

@@ -33,18 +33,17 @@ class Learner:
         self.device = drafter.fc.weight.device
         self.updates = 0
         self._ids = draft_ids(drafter.d2t)
-        matrices = [p for p in drafter.parameters() if p.requires_grad and p.ndim == 2]
-        vectors = [p for p in drafter.parameters() if p.requires_grad and p.ndim == 1]
-        groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimiser = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), fused=True)
+        self.optimisers = _optimisers(drafter, recipe)
+        self._parameter_groups = [group for o in self.optimisers.values() for group in o.param_groups]
+        self._peaks = [group["lr"] for group in self._parameter_groups]
 
     def rate(self, progress: float) -> float:
-        """Learning rate at a share 0..1 of the run: linear warm-up, cosine to a twentieth."""
-        peak, warmup = self.recipe.learning_rate, self.recipe.warmup
+        """Factor on the learning rates at a share 0..1 of the run: linear warm-up, cosine to a fiftieth."""
+        warmup = self.recipe.warmup
         if progress < warmup:
-            return peak * max(progress, 0.02) / warmup
+            return max(progress / warmup, 0.02)
         done = min(1.0, (progress - warmup) / (1 - warmup))
-        return peak * (0.05 + 0.95 * (1 + math.cos(math.pi * done)) / 2)
+        return 0.02 + 0.98 * (1 + math.cos(math.pi * done)) / 2
 
     def step(self, batch: Batch, progress: float) -> dict[str, float | list[float]]:
         """One optimiser step.
@@ -57,22 +56,23 @@ class Learner:
             the target's token), grad_norm, learning_rate, rows.
         """
         rate = self.rate(progress)
-        for group in self.optimiser.param_groups:
-            group["lr"] = rate
-        self.optimiser.zero_grad(set_to_none=True)
+        for group, peak in zip(self._parameter_groups, self._peaks, strict=True):
+            group["lr"] = peak * rate
+        self.drafter.zero_grad(set_to_none=True)
         loss, hits, weight = self._forward(batch)
         loss.backward()
-        parameters = [p for g in self.optimiser.param_groups for p in g["params"]]
+        parameters = [p for group in self._parameter_groups for p in group["params"]]
         _average_gradients(parameters)
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.recipe.clip_norm)
-        self.optimiser.step()
+        for optimiser in self.optimisers.values():
+            optimiser.step()
         self.updates += 1
         accuracy = [float(h.float().sum() / max(1, int(v.sum()))) for h, v in hits]
         return {
             "loss": float(loss.detach()),
             "accuracy": accuracy,
             "grad_norm": float(norm),
-            "learning_rate": rate,
+            "learning_rate": self.recipe.learning_rate * rate,
             "rows": float(weight),
         }
 
@@ -89,13 +89,14 @@ class Learner:
         hits, weights = [], 0.0
         for k, normed in enumerate(self.drafter.ttt_steps(pack, steps)):
             valid = pack.reach > k
-            row_weights = valid.float() * self.recipe.step_decay**k
+            row_weights = valid * batch.weights * self.recipe.step_decay**k
             weights += float(row_weights.sum())
             loss, best = linear_soft_cross_entropy(
                 normed, self.drafter.lm_head.weight, probabilities[where[k]], row_weights
             )
             total = total + loss
-            hits.append(((self._ids[best] == batch.nexts[at[k]]) & valid, valid))
+            judged = valid & (batch.weights == 1)
+            hits.append(((self._ids[best] == batch.nexts[at[k]]) & judged, judged))
         return total / max(weights, 1.0), hits, pack.rows.shape[0]
 
     @torch.no_grad()
@@ -121,7 +122,7 @@ class Learner:
 
     def batch(self, items: Sequence[tuple[Document, Features]]) -> Batch:
         """Documents as a batch on the training device."""
-        return self.to_device(collate(items, self.recipe.ttt_steps, torch.float32))
+        return self.to_device(collate(items, self.recipe.ttt_steps, torch.float32, self.recipe.prompt_weight))
 
     def to_device(self, batch: Batch) -> Batch:
         """The batch on the training device."""
@@ -129,13 +130,14 @@ class Learner:
             return batch
         moved = {k: v.to(self.device) for k, v in vars(batch.pack).items() if isinstance(v, Tensor)}
         pack = type(batch.pack)(**moved, spans=batch.pack.spans)
-        return Batch(pack, batch.labels.to(self.device), batch.nexts.to(self.device), batch.answer_tokens)
+        labels, nexts, weights = (t.to(self.device) for t in (batch.labels, batch.nexts, batch.weights))
+        return Batch(pack, labels, nexts, weights, batch.answer_tokens)
 
     def state(self) -> dict[str, Any]:
         """What resuming needs, beside the recipe."""
         return {
             "drafter": self.drafter.state_dict(),
-            "optimiser": self.optimiser.state_dict(),
+            "optimisers": {name: o.state_dict() for name, o in self.optimisers.items()},
             "updates": self.updates,
             "rng": torch.get_rng_state(),
         }
@@ -143,9 +145,28 @@ class Learner:
     def restore(self, state: dict[str, Any]) -> None:
         """The inverse of `state`."""
         self.drafter.load_state_dict(state["drafter"])
-        self.optimiser.load_state_dict(state["optimiser"])
+        for name, optimiser in self.optimisers.items():
+            optimiser.load_state_dict(state["optimisers"][name])
         self.updates = state["updates"]
         torch.set_rng_state(state["rng"])
+
+
+def _optimisers(drafter: Eagle3Drafter, recipe: Recipe) -> dict[str, torch.optim.Optimizer]:
+    """Muon for the layer's matrices, AdamW for norms and lm_head, whose rows are the target's already."""
+    inner, outer, norms = [], [], []
+    for name, parameter in drafter.named_parameters():
+        if parameter.requires_grad:
+            (norms if parameter.ndim == 1 else outer if name.startswith("lm_head") else inner).append(parameter)
+    muon = torch.optim.Muon(
+        inner,
+        lr=recipe.learning_rate * recipe.muon_factor,
+        weight_decay=recipe.weight_decay,
+        adjust_lr_fn="match_rms_adamw",
+        ns_steps=4,
+    )
+    groups = [{"params": outer, "weight_decay": recipe.weight_decay}, {"params": norms, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), fused=True)
+    return {"muon": muon, "adamw": adamw}
 
 
 def _groups(items: Iterable[tuple[Document, Features]], tokens: int) -> Iterator[list[tuple[Document, Features]]]:

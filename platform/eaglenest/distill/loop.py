@@ -93,7 +93,7 @@ class _Run:
         checkpoint = ray.train.get_checkpoint()
         if checkpoint is not None:
             with checkpoint.as_directory() as folder:
-                state, self.progress = load_training_state(Path(folder), self.learner.optimiser)
+                state, self.progress = load_training_state(Path(folder), self.learner.optimisers)
                 self.history = json.loads((Path(folder) / HISTORY).read_text())
             self.learner.restore(state)
             logger.info("goes on at pass %d, %.0f s", self.progress.passes + 1, self.progress.seconds)

@@ -20,10 +20,14 @@ class Recipe(BaseModel):
     passes: int = Field(default=12, ge=1, description="most passes over the documents")
     max_seconds: float | None = Field(default=None, gt=0, description="training time; the schedule follows it")
     learning_rate: float = Field(default=1e-3, gt=0)
+    muon_factor: float = Field(default=3.0, gt=0, description="Muon's learning rate over AdamW's")
+    prompt_weight: float = Field(
+        default=1.0, ge=0, description="weight of prompt rows beside answer rows; 0: no loss there"
+    )
     warmup: float = Field(default=0.05, ge=0, lt=1, description="share of the run")
     weight_decay: float = Field(default=0.01, ge=0)
     clip_norm: float = Field(default=1.0, gt=0)
-    pack_tokens: int = Field(default=1024, ge=32, description="tokens of one optimiser step, per worker")
+    pack_tokens: int = Field(default=512, ge=32, description="tokens of one optimiser step, per worker")
     max_length: int = Field(default=1024, ge=16, description="longer documents are cut at their end")
     train_lm_head: bool = True
     seed: int = 0

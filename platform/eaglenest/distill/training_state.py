@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,25 +30,31 @@ def save_training_state(folder: Path, state: dict[str, Any], progress: Progress)
     """Write a learner's state and the progress into a folder."""
     tensors: dict[str, Tensor] = {f"drafter/{k}": v for k, v in state["drafter"].items()}
     tensors["rng"] = state["rng"]
-    for number, moments in state["optimiser"]["state"].items():
-        for name, value in moments.items():
-            tensors[f"optimiser/{number}/{name}"] = torch.as_tensor(value)
+    for optimiser, saved in state["optimisers"].items():
+        for number, moments in saved["state"].items():
+            for name, value in moments.items():
+                tensors[f"optimiser/{optimiser}/{number}/{name}"] = torch.as_tensor(value)
     save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, folder / TENSORS)
     (folder / PROGRESS).write_text(json.dumps(asdict(progress)))
 
 
-def load_training_state(folder: Path, optimiser: torch.optim.Optimizer) -> tuple[dict[str, Any], Progress]:
-    """The inverse; the optimiser lends its parameter groups."""
+def load_training_state(
+    folder: Path, optimisers: Mapping[str, torch.optim.Optimizer]
+) -> tuple[dict[str, Any], Progress]:
+    """The inverse; the optimisers lend their parameter groups."""
     tensors = load_file(folder / TENSORS)
     progress = Progress(**json.loads((folder / PROGRESS).read_text()))
-    moments: dict[int, dict[str, Tensor]] = {}
+    moments: dict[str, dict[int, dict[str, Tensor]]] = {name: {} for name in optimisers}
     for name, value in tensors.items():
         if name.startswith("optimiser/"):
-            _, number, key = name.split("/")
-            moments.setdefault(int(number), {})[key] = value
+            _, optimiser, number, key = name.split("/")
+            moments[optimiser].setdefault(int(number), {})[key] = value
     state = {
         "drafter": drafter_tensors(tensors),
-        "optimiser": {"state": moments, "param_groups": optimiser.state_dict()["param_groups"]},
+        "optimisers": {
+            name: {"state": moments[name], "param_groups": o.state_dict()["param_groups"]}
+            for name, o in optimisers.items()
+        },
         "updates": progress.updates,
         "rng": tensors["rng"],
     }
