@@ -153,7 +153,9 @@ class Learner:
 
 def _optimisers(drafter: Eagle3Drafter, recipe: Recipe) -> dict[str, torch.optim.Optimizer]:
     """Muon for the layer's matrices, AdamW for norms and lm_head, whose rows are the target's already."""
-    inner, outer, norms = [], [], []
+    inner: list[Tensor] = []
+    outer: list[Tensor] = []
+    norms: list[Tensor] = []
     for name, parameter in drafter.named_parameters():
         if parameter.requires_grad:
             (norms if parameter.ndim == 1 else outer if name.startswith("lm_head") else inner).append(parameter)
