@@ -43,7 +43,7 @@ def distill(
     Example: python jobs/distill.py --name first --from-nothing --answer-tokens 25000 --max-seconds 300
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    for noisy in ("httpx", "mlflow", "ray.train"):
+    for noisy in ("httpx", "httpx2", "mlflow", "ray.train"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     from eaglenest.services.processes import sigterm_as_interrupt
 

@@ -54,7 +54,7 @@ class TrainTask:
     log: MetricLog | None
     threads: int | None
     reuse_bytes: int
-    save_seconds: float = 45.0
+    save_seconds: float
 
 
 @dataclass
