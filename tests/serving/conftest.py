@@ -1,118 +1,37 @@
-"""A Ray of our own, and the application served on it from the shipped config."""
+"""A Ray of our own for the modules here."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import httpx
 import pytest
-import yaml
 
-ROOT = Path(__file__).parents[2]
-BIN = Path(sys.executable).parent
+if TYPE_CHECKING:
+    from ray_head import RayHead
 
-
-def free_port() -> int:
-    """A port nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-@dataclass
-class RayCluster:
-    """A head node in processes of its own, told apart from any other Ray on this machine by its ports."""
-
-    env: dict[str, str]
-    home: Path
-    gcs: int = field(default_factory=free_port)
-    dashboard: int = field(default_factory=free_port)
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.gcs}"
-
-    @contextmanager
-    def running(self) -> Iterator[RayCluster]:
-        command = [str(BIN / "ray"), "start", "--head", "--block", "--num-cpus=2", "--disable-usage-stats"]
-        command += [f"--port={self.gcs}", f"--dashboard-port={self.dashboard}", "--node-ip-address=127.0.0.1"]
-        command += [f"--temp-dir={self.home}", "--object-store-memory=300000000"]
-        with (self.home / "log").open("wb") as log:
-            head = subprocess.Popen(command, env=self.env, stdout=log, stderr=log, start_new_session=True)
-        try:
-            wait_for(lambda: self._applications() == {}, 90)
-            yield self
-        finally:
-            head.terminate()
-            try:
-                head.wait(30)
-            except subprocess.TimeoutExpired:
-                os.killpg(head.pid, signal.SIGKILL)
-
-    def deploy(self, config: dict[str, Any], seconds: float) -> None:
-        """`serve deploy`, and wait until the application runs."""
-        file = self.home / "config.yaml"
-        file.write_text(yaml.safe_dump(config))
-        url = f"http://127.0.0.1:{self.dashboard}"
-        subprocess.run([str(BIN / "serve"), "deploy", "-a", url, str(file)], env=self.env, check=True, timeout=60)
-
-        def up() -> bool:
-            state = self._applications().get("eaglenest", {})
-            assert state.get("status") != "DEPLOY_FAILED", state
-            return bool(state.get("status") == "RUNNING")
-
-        wait_for(up, seconds)
-
-    def _applications(self) -> dict[str, Any]:
-        from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
-
-        client = ServeSubmissionClient(f"http://127.0.0.1:{self.dashboard}")
-        return dict(client.get_serve_details()["applications"])
-
-
-def wait_for(true: Callable[[], bool], seconds: float, every: float = 0.5) -> None:
-    """Wait until it holds; an endpoint that does not answer yet counts as not."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            if true():
-                return
-        except (httpx.HTTPError, ConnectionError):
-            pass
-        time.sleep(every)
-    raise AssertionError(f"still not so after {seconds:g} s")
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "engine")]  # for `ray_head` and `sample_drafters`
 
 
 @pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[RayCluster]:
+def ray_cluster() -> Iterator[RayHead]:
     """One head node for a module, with a cache folder of its own."""
+    from ray_head import RayHead
+
     home = Path(tempfile.mkdtemp(prefix="en-", dir="/tmp"))  # short: Ray puts unix sockets below it
     cache = home / "cache"
     env = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "MLFLOW_", "EAGLENEST_"))}
     try:
         # no token: whether Ray wants one depends on a file in the home folder
         more = {"EAGLENEST_CACHE_DIR": str(cache), "RAY_AUTH_MODE": "disabled"}
-        with RayCluster(env | more, home).running() as cluster:
+        more["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "2"
+        with RayHead(env | more, home).running() as cluster:
             yield cluster
     finally:
         shutil.rmtree(home, ignore_errors=True)
-
-
-def shipped(name: str, port: int, **args: Any) -> dict[str, Any]:
-    """A config of `serve_configs/` on another port, with arguments changed."""
-    config: dict[str, Any] = yaml.safe_load((ROOT / "serve_configs" / name).read_text())
-    config["http_options"]["port"] = port
-    config["applications"][0]["args"].update(args)
-    return config

@@ -38,7 +38,7 @@ def test_the_engine_gets_what_was_asked_for() -> None:
 def test_the_deployment_admits_what_an_engine_batches_and_answers_429_beyond() -> None:
     deployment = app.build({"max_num_seqs": 8})._bound_deployment
     config = deployment._deployment_config
-    assert (config.max_ongoing_requests, config.max_queued_requests) == (16, 16)
+    assert (config.max_ongoing_requests, config.max_queued_requests) == (16, 32)
     assert (config.backpressure_config.status_code, config.backpressure_config.retry_after_s) == (429, 1)
     assert config.graceful_shutdown_timeout_s >= 600
     assert deployment.ray_actor_options["num_cpus"] == 0

@@ -27,8 +27,9 @@ from eaglenest.serving.status import ReplicaStatus
 from eaglenest.settings import get_settings
 from eaglenest.targets.embedded import EMBEDDED
 
-# An engine batches; Serve's own limits (5 running, endless waiting) are made for one request at a time.
-RUNNING_PER_SEQUENCE = 2
+# An engine batches; Serve's own limits (5 running, endless waiting) are made for one request at a time. A request counts
+# as waiting until Serve has chosen its replica, so the second limit has to hold a whole burst.
+RUNNING_PER_SEQUENCE, WAITING_PER_SEQUENCE = 2, 4
 
 
 @serve.ingress()
@@ -139,12 +140,11 @@ def build(args: dict[str, Any]) -> serve.Application:
     checked = args if isinstance(args, AppArgs) else AppArgs.model_validate(args)
     if checked.drafter not in ("registry", "none"):
         checked = checked.model_copy(update={"drafter": str(Path(checked.drafter).expanduser().resolve())})
-    running = RUNNING_PER_SEQUENCE * checked.max_num_seqs
     deployment = serve.deployment(
         EagleNest,
         name=DEPLOYMENT,
-        max_ongoing_requests=running,
-        max_queued_requests=running,
+        max_ongoing_requests=RUNNING_PER_SEQUENCE * checked.max_num_seqs,
+        max_queued_requests=WAITING_PER_SEQUENCE * checked.max_num_seqs,
         backpressure_config={"status_code": 429, "retry_after_s": 1},
         graceful_shutdown_timeout_s=600,  # a long answer may take minutes
         health_check_period_s=10,
