@@ -34,8 +34,11 @@ class Learner:
         self.updates = 0
         self._ids = draft_ids(drafter.d2t)
         self.optimisers = _optimisers(drafter, recipe)
-        self._parameter_groups = [group for o in self.optimisers.values() for group in o.param_groups]
-        self._peaks = [group["lr"] for group in self._parameter_groups]
+        self._peaks = [group["lr"] for group in self._parameter_groups()]
+
+    def _parameter_groups(self) -> list[dict[str, Any]]:
+        # asked anew each time: loading an optimiser's state replaces its groups
+        return [group for optimiser in self.optimisers.values() for group in optimiser.param_groups]
 
     def rate(self, progress: float) -> float:
         """Factor on the learning rates at a share 0..1 of the run: linear warm-up, cosine to a fiftieth."""
@@ -56,12 +59,12 @@ class Learner:
             the target's token), grad_norm, learning_rate, rows.
         """
         rate = self.rate(progress)
-        for group, peak in zip(self._parameter_groups, self._peaks, strict=True):
+        for group, peak in zip(self._parameter_groups(), self._peaks, strict=True):
             group["lr"] = peak * rate
         self.drafter.zero_grad(set_to_none=True)
         loss, hits, weight = self._forward(batch)
         loss.backward()
-        parameters = [p for group in self._parameter_groups for p in group["params"]]
+        parameters = [p for group in self._parameter_groups() for p in group["params"]]
         _average_gradients(parameters)
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.recipe.clip_norm)
         for optimiser in self.optimisers.values():
