@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
-from eaglenest.cli.common import AsJson, load_settings, out, print_json, progress, say
+from eaglenest.cli.common import AsJson, err, load_settings, out, print_json, progress, say
 from eaglenest.errors import BadInput, ServiceError
 from eaglenest.settings import Settings
 
@@ -64,7 +66,7 @@ def bench(
         out.print(render_bench(result))
 
 
-def demo() -> None:
+def demo(as_json: AsJson = False) -> None:
     """The whole way on this machine: raise a drafter, serve it, measure it, improve it, swap it in under load.
 
     Takes half an hour on two cores the first time, and goes on where it was interrupted. It ends with a report in
@@ -73,9 +75,32 @@ def demo() -> None:
     Example: eaglenest demo
     """
     settings = load_settings()
-    from eaglenest.pipeline import run_demo
+    from eaglenest.demo import run_demo
+    from eaglenest.doctor import examine
+    from eaglenest.report import render_terminal
 
-    run_demo(settings)
+    checks = examine(settings)
+    for check in checks:
+        if check.status != "ok":
+            say(f"{check.status}: {check.name}: {check.found}" + (f"; {check.fix}" if check.fix else ""))
+    if any(check.status == "fail" for check in checks):
+        raise ServiceError("this machine cannot run the demo", "what `eaglenest doctor` lists", "mend it as it says")
+    began = time.monotonic()
+
+    def tell(line: str) -> None:
+        minutes, seconds = divmod(int(time.monotonic() - began), 60)
+        style = "bold cyan" if line.startswith("==") else "dim"
+        err.print(Text(f"{minutes:2d}:{seconds:02d}  {line}", style=style), soft_wrap=True)
+
+    report = run_demo(settings, tell)
+    if as_json:
+        print_json(report.model_dump(mode="json"))
+        return
+    out.print(render_terminal(report))
+    folder = (settings.runs_dir / "demo").resolve()
+    out.print(f"The report: {folder / 'report.html'} (and report.json)", soft_wrap=True)
+    for command in report.commands:
+        out.print(Text.assemble((f"{command.command:<28}", "bold"), command.text), soft_wrap=True)
 
 
 def _levels(text: str) -> tuple[int, ...]:

@@ -80,6 +80,8 @@ def ray_head(settings: Settings) -> Kind:
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # one node: there is nowhere to drain to
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray's workers would yield to everything else on this machine (nice 15): a serving engine must not
+        "RAY_worker_niceness": "0",
         "PYTHONUNBUFFERED": "1",
     }
 
