@@ -167,7 +167,7 @@ class _Demo:
             options += ["--max-seconds", str(seconds), "--passes", "1000", "--threads", str(os.cpu_count() or 1)]
             log = self.folder / f"{job}.log"
             with log.open("a") as file:
-                run_distill_job(self.settings, [*options, *start, *extra], say=partial(_both, file, self.say))
+                run_distill_job(self.settings, [*options, *start, *extra], partial(_both, file, self.say))
             found = find_by_job(self.registry, job)
             if found is None:
                 raise ServiceError(f"job {job} succeeded, but registered nothing", None, "look at MLflow's page")

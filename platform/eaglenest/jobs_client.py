@@ -1,4 +1,4 @@
-"""Submit our jobs through Ray's Jobs API and follow them, as `ray job submit` does."""
+"""Our jobs through Ray's Jobs API, exactly as `ray job submit` sends them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import logging
 import shlex
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,82 +15,132 @@ import yaml
 
 from eaglenest.errors import EagleNestError, ServiceError
 from eaglenest.services import access
-from eaglenest.services.kinds import settings_env
+from eaglenest.services.processes import undisturbed
 from eaglenest.settings import Settings
 
-RUNTIME_ENV = Path("jobs") / "runtime_env.yaml"
+JOB = Path("jobs/distill.py")
+RUNTIME_ENV = Path("jobs/runtime_env.yaml")
+_STOP_S = 40.0  # the job has RAY_JOB_STOP_WAIT_TIME_S to close its run
 
 
 def project_root() -> Path:
-    """The checkout: where `jobs/` and `serve_configs/` lie.
+    """The checkout, which holds `jobs/` and `serve_configs/`.
 
     Raises:
         ServiceError: this is an installation without them.
     """
-    for folder in (Path.cwd(), *Path(__file__).resolve().parents):
+    for folder in (Path(__file__).resolve().parents[2], Path.cwd()):
         if (folder / RUNTIME_ENV).exists():
             return folder
     raise ServiceError(
-        f"no {RUNTIME_ENV} here", "a checkout of EagleNest", "run the command in the folder that holds jobs/"
+        f"{JOB} is not beside this installation",
+        "a clone of EagleNest, installed with `make setup`",
+        f"from a clone: ray job submit --working-dir . --runtime-env {RUNTIME_ENV} -- python {JOB} ...",
     )
 
 
-def runtime_env(root: Path, env: dict[str, str]) -> dict[str, Any]:
-    """The runtime environment of our jobs, with paths made absolute and environment variables added."""
-    raw: dict[str, Any] = yaml.safe_load((root / RUNTIME_ENV).read_text())
-    modules = [str(root / module) for module in raw.get("py_modules", [])]
-    return {**raw, "working_dir": str(root), "py_modules": modules, "env_vars": {**raw.get("env_vars", {}), **env}}
-
-
-def run_distill_job(
-    settings: Settings, arguments: Sequence[str], *, say: Callable[[str], None], stop_on_interrupt: bool = True
-) -> None:
-    """Submit `python jobs/distill.py ...`, hand its output to `say` line by line, and return when it has succeeded.
+def runtime_env(root: Path, env: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The jobs' runtime environment as the file has it, the source tree as its working directory.
 
     Args:
-        stop_on_interrupt: Ctrl-C stops the job too.
+        env: environment variables to add.
+    """
+    raw: dict[str, Any] = yaml.safe_load((root / RUNTIME_ENV).read_text())
+    modules = [str(root / module) for module in raw.get("py_modules", [])]
+    return {
+        **raw,
+        "py_modules": modules,
+        "working_dir": str(root),
+        "env_vars": {**raw.get("env_vars", {}), **(env or {})},
+    }
+
+
+def run_distill_job(settings: Settings, arguments: Sequence[str], on_line: Callable[[str], None]) -> str:
+    """Submit `python jobs/distill.py ...`, follow its log, and return when it has succeeded. Ctrl-C stops the job too.
+
+    Args:
+        on_line: given each line of the log.
+
+    Returns:
+        The job's id.
 
     Raises:
-        ServiceError: Ray does not answer, or the job failed.
+        ServiceError: there is no source tree to submit from, Ray does not answer, or refuses the job.
+        EagleNestError: the job failed.
     """
     access.adopt(settings)
-    from ray.job_submission import JobStatus, JobSubmissionClient
-
     logging.getLogger("ray").setLevel(logging.WARNING)
-    root = project_root()
-    entrypoint = shlex.join(["python", "jobs/distill.py", *arguments])
+    environment = runtime_env(project_root())
+    client = _client(settings)
     try:
-        client = JobSubmissionClient(settings.dashboard_url, headers=access.headers(settings))
-        job = client.submit_job(entrypoint=entrypoint, runtime_env=runtime_env(root, settings_env(settings)))
+        job_id = str(client.submit_job(entrypoint=f"python {JOB} {shlex.join(arguments)}", runtime_env=environment))
+    except RuntimeError as error:
+        raise ServiceError(f"Ray refuses the job: {_first_line(error)}", None, "`eaglenest doctor`") from error
+    told: list[str] = []
+
+    def keep(line: str) -> None:
+        if line.startswith("error: "):
+            told.append(line.removeprefix("error: "))
+        on_line(line)
+
+    try:
+        asyncio.run(_follow(client, job_id, keep))
+        status = _final_status(client, job_id)
+    except KeyboardInterrupt:
+        with undisturbed():
+            _stop(client, job_id)
+        raise
+    if status != "SUCCEEDED":
+        raise EagleNestError(
+            f"job {job_id} ended as {status}" + (f": {told[-1]}" if told else ""),
+            None,
+            "its log above says why; the same --name goes on where it stopped",
+        )
+    return job_id
+
+
+def _stop(client: Any, job_id: str) -> None:
+    """Stop a job and wait until it is gone."""
+    with contextlib.suppress(RuntimeError):
+        client.stop_job(job_id)
+    deadline = time.monotonic() + _STOP_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(RuntimeError):
+            if client.get_job_status(job_id).is_terminal():
+                return
+        time.sleep(0.3)
+
+
+def _client(settings: Settings) -> Any:
+    from ray.job_submission import JobSubmissionClient
+
+    try:
+        return JobSubmissionClient(settings.dashboard_url)
     except (ConnectionError, RuntimeError) as error:
         raise ServiceError(
-            f"Ray at {settings.dashboard_url} takes no job ({error})", "a running Ray", "`eaglenest up --no-serve`"
+            f"Ray's Jobs API does not answer at {settings.dashboard_url}: {_first_line(error)}",
+            "a running Ray head",
+            "start it with `eaglenest up`",
         ) from error
-    last: list[str] = []
-
-    async def follow() -> None:
-        rest = ""
-        async for chunk in client.tail_job_logs(job):
-            *lines, rest = (rest + chunk).split("\n")
-            for line in lines:
-                last[:] = [*last[-30:], line]
-                say(line)
-        if rest:
-            say(rest)
-
-    try:
-        asyncio.run(follow())
-        status = client.get_job_status(job)
-    except KeyboardInterrupt:
-        if stop_on_interrupt:
-            with contextlib.suppress(Exception):  # the interrupt itself matters more
-                client.stop_job(job)
-        raise
-    if status != JobStatus.SUCCEEDED:
-        told = [line for line in last if line.startswith("error: ")]
-        detail = told[-1].removeprefix("error: ") if told else "\n".join(last[-12:])
-        raise _failed(job, str(status), detail)
 
 
-def _failed(job: str, status: str, detail: str) -> EagleNestError:
-    return ServiceError(f"job {job} ended as {status}: {detail}", None, f"`ray job logs {job}` has all it said")
+async def _follow(client: Any, job_id: str, on_line: Callable[[str], None]) -> None:
+    rest = ""
+    async for chunk in client.tail_job_logs(job_id):
+        *lines, rest = (rest + chunk).split("\n")
+        for line in lines:
+            on_line(line)
+    if rest:
+        on_line(rest)
+
+
+def _final_status(client: Any, job_id: str) -> str:
+    """The log may end a moment before the job does, or break off while it runs on."""
+    while not (status := client.get_job_status(job_id)).is_terminal():
+        time.sleep(0.5)
+    return str(status.value)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(error).__name__

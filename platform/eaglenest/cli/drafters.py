@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -30,15 +32,19 @@ def register(app: typer.Typer) -> None:
 
 def distill(ctx: typer.Context, as_json: AsJson = False) -> None:
     """Distill a drafter as a Ray job, follow its log, and register it as the challenger."""
-    from eaglenest.cli import submit
+    from eaglenest.cli.submit import checked
+    from eaglenest.jobs_client import run_distill_job
 
-    arguments = submit.checked(ctx.args)
+    arguments = checked(ctx.args)
     settings = load_settings()
     from eaglenest.services import local
 
     with progress("starting services") as tell:
         local.up(settings, serve=False, say=tell)
-    job_id = submit.run(settings, arguments, quiet=as_json)
+    say(f"the job's page: {settings.dashboard_url}/#/jobs")
+    job_id = run_distill_job(
+        settings, arguments, partial(print, file=sys.stderr if as_json else sys.stdout, flush=True)
+    )
     if as_json:
         newest = max(_registry(settings).versions(), key=lambda version: version.version)
         print_json({"job_id": job_id, "version": newest.version, "figures": newest.figures})
@@ -47,7 +53,7 @@ def distill(ctx: typer.Context, as_json: AsJson = False) -> None:
 
 
 def promote(
-    version: Annotated[str, typer.Argument(help="number or alias, such as 3 or challenger")],
+    version: Annotated[str, typer.Argument(metavar="VERSION", help="number or alias, such as 3 or challenger")],
     timeout: Timeout = 120.0,
     as_json: AsJson = False,
 ) -> None:
