@@ -56,7 +56,9 @@ def sequential(drafter: Eagle3Drafter, tokens: list[int], aux: Tensor, steps: in
     cache: list[tuple[Tensor, Tensor]] = []
 
     def layer(token: int, hidden: Tensor, position: int) -> tuple[Tensor, Tensor]:
-        embedded = norm(drafter.embed_tokens.weight[token].double(), s["midlayer.input_layernorm.weight"], c.rms_norm_eps)
+        embedded = norm(
+            drafter.embed_tokens.weight[token].double(), s["midlayer.input_layernorm.weight"], c.rms_norm_eps
+        )
         x = torch.cat([embedded, norm(hidden, s["midlayer.hidden_norm.weight"], c.rms_norm_eps)])
         q, k, v = ((s[f"midlayer.self_attn.{n}_proj.weight"] @ x).view(-1, c.head_dim) for n in "qkv")
         q, k = rotate(q, position, c.rope_theta), rotate(k, position, c.rope_theta)
