@@ -55,6 +55,7 @@ class TrainTask:
     threads: int | None
     reuse_bytes: int
     save_seconds: float
+    gather_first: bool
 
 
 @dataclass
@@ -97,12 +98,16 @@ class _Run:
                 self.history = json.loads((Path(folder) / HISTORY).read_text())
             self.learner.restore(state)
             logger.info("goes on at pass %d, %.0f s", self.progress.passes + 1, self.progress.seconds)
-        self.clock = _Clock(self.progress.seconds)
         mine = task.documents[rank::world]
         share = task.reuse_bytes // world
         self.stream = Stream(task.teachers, mine, batch=8, ahead=2, reuse_bytes=share)
         self.heldout = Stream(task.teachers, task.heldout, batch=8, ahead=2, reuse_bytes=share // 4)
         self.log = task.log if rank == 0 else None
+        self.gathered_s = 0.0
+        if task.gather_first:
+            self.gathered_s = self.stream.gather() + self.heldout.gather()
+            logger.info("pass 0: states of %d documents in %.0f s", len(mine), self.gathered_s)
+        self.clock = _Clock(self.progress.seconds)
         self._said = self._saved = self.clock.seconds()
         self._tokens_at = self.progress.tokens
 
@@ -213,6 +218,7 @@ class _Run:
                 "train_s": self.clock.seconds(),
                 "tokens": self.progress.tokens,
                 "passes": self.progress.passes,
+                "teacher_s": self.gathered_s,
                 "teacher_wait_s": self.stream.waited_s,
                 "final": final,
             }

@@ -286,6 +286,7 @@ def _train(
         threads=job.threads,
         reuse_bytes=int(job.reuse_gib * 2**30),
         save_seconds=job.save_seconds,
+        gather_first=not job.gpu,
     )
     trainer = TorchTrainer(
         train_loop,
@@ -326,6 +327,7 @@ def _final_figures(metrics: dict[str, Any]) -> dict[str, Any]:
         "tokens",
         "passes",
         "updates",
+        "teacher_s",
         "teacher_wait_s",
         "loss",
     )
