@@ -81,8 +81,8 @@ class Stream:
     def gather(self) -> float:
         """Ask for all there is room for and wait for it; returns the seconds it took.
 
-        Where teachers and trainer share processors this comes before training: threads of both at once, each waiting for
-        the other's at every small operation, are several times slower than one after the other.
+        Where teachers and trainer share processors this comes before training: threads of both at once wait for each
+        other at every small operation, and are several times slower than one after the other.
         """
         began = time.monotonic()
         for _ in self.features(range(len(self.documents))):

@@ -27,8 +27,8 @@ from eaglenest.serving.status import ReplicaStatus
 from eaglenest.settings import get_settings
 from eaglenest.targets.embedded import EMBEDDED
 
-# An engine batches; Serve's own limits (5 running, endless waiting) are made for one request at a time. A request counts
-# as waiting until Serve has chosen its replica, so the second limit has to hold a whole burst.
+# An engine batches; Serve's own limits (5 running, endless waiting) are made for one request at a time. A request
+# counts as waiting until Serve has chosen its replica, so the second limit has to hold a whole burst.
 RUNNING_PER_SEQUENCE, WAITING_PER_SEQUENCE = 2, 4
 
 
