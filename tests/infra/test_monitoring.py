@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from eaglenest import metrics
+from eaglenest.services.access import token_path
 from eaglenest.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -117,6 +118,8 @@ def test_prometheus_scrapes_rays_nodes_and_vllm_on_the_default_ports() -> None:
     jobs = {job["job_name"]: job for job in config["scrape_configs"]}
     assert set(jobs) == {"ray", "vllm"}
     assert jobs["ray"]["http_sd_configs"][0]["url"] == f"http://127.0.0.1:{dashboard}/api/prometheus/sd"
+    token = PROMETHEUS / jobs["ray"]["http_sd_configs"][0]["authorization"]["credentials_file"]
+    assert token.resolve() == token_path(Settings(runs_dir=ROOT / "runs"))
     assert jobs["ray"]["file_sd_configs"][0]["files"] == ["/tmp/ray/prom_metrics_service_discovery.json"]
     assert jobs["vllm"]["metrics_path"] == "/metrics"
     assert jobs["vllm"]["static_configs"] == [{"targets": [f"127.0.0.1:{serve}"]}]
