@@ -194,6 +194,22 @@ def test_a_layer_that_keeps_executing_its_old_weights_is_found_out(bench: Bench,
         bench.run(bench.engine.collective_rpc("drafter_skip", args=(None,)))
 
 
+def test_swaps_leave_no_memory_behind(bench: Bench, second: Path) -> None:
+    import psutil
+
+    def resident() -> int:
+        return sum(p.memory_info().rss for p in psutil.Process().children(recursive=True))
+
+    async def swaps(count: int) -> None:
+        for i in range(count):
+            await bench.swapper.swap((second, bench.first)[i % 2], str(2 - i % 2))
+
+    bench.run(swaps(4))
+    before = resident()
+    bench.run(swaps(12))
+    assert (grown := resident() - before) < 60 << 20, f"{grown >> 20} MiB more after 12 swaps of a 40 MiB drafter"
+
+
 def test_a_cancelled_swap_leaves_nothing_behind(bench: Bench, second: Path) -> None:
     async def cancel() -> None:
         job = asyncio.create_task(bench.swapper.swap(second, "2"))

@@ -119,6 +119,8 @@ class _State:
     def finish(self) -> None:
         if self._file is not None:
             self._file.__exit__(None, None, None)
+        if self._shadow is not None:
+            self._shadow.close()
         self._shadow = self._file = self.staging = self._previous = None
 
     def _require_launch_shapes(self, worker: Any, file: Path) -> None:

@@ -216,7 +216,7 @@ class Shadow:
         weight = getattr(part.shadow, "weight", None)
         if method is not None and vllm_internals.is_unquantized(method) and isinstance(weight, Tensor):
             part.expected = torch.nn.functional.linear(self._probe(part), weight, _bias(part.shadow))
-        vllm_internals.pack(part.shadow, self._vllm_config)
+        vllm_internals.pack(part.shadow, self._vllm_config, self._device)
         self._compare_forms(part)
         if method is not None and part.expected is None:  # quantised: what packing made is all there is to compare
             part.expected = method.apply(part.shadow, self._probe(part), _bias(part.shadow))
@@ -275,6 +275,14 @@ class Shadow:
                 swap()
             raise
         self.exchanged = not self.exchanged
+
+    def close(self) -> None:
+        """Let go of everything that is not in service. Layers and their weight loaders refer to each other, and a
+        worker collects cycles so seldom that each swap would leave a whole drafter behind."""
+        for part in self._all.values():
+            part.shadow.__dict__.clear()
+        self._all.clear()
+        self.parts.clear()
 
     # ---- proving
 

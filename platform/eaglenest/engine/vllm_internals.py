@@ -44,14 +44,14 @@ def materialise(meta: Tensor, device: Any) -> Tensor:
         return materialize_meta_tensor(meta)
 
 
-def pack(clone: nn.Module, vllm_config: Any) -> None:
+def pack(clone: nn.Module, vllm_config: Any, device: Any) -> None:
     """Let vLLM bring a loaded layer into the form its kernels execute, as it does at start."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
     method = getattr(clone, "quant_method", None)
     if isinstance(method, QuantizeMethodBase):
-        with set_current_vllm_config(vllm_config):
+        with device, set_current_vllm_config(vllm_config):
             method.process_weights_after_loading(clone)
 
 
