@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from eaglenest.bench import models
 from eaglenest.bench.measure import measure
-from eaglenest.bench.run import compare
+from eaglenest.bench.run import compare, outputs_equal
 from eaglenest.bench.swap_load import measure_swaps
 from eaglenest.distill.prompts import load_prompts
 from eaglenest.errors import BenchError, ServiceError
@@ -228,7 +228,11 @@ class _Demo:
         with serve_app.deployed(
             self.settings, self.config, {"drafter": "none", "dtype": configuration.dtype}, say=self.say
         ) as url:
-            return self._bench(url, configuration)
+            measured = self._bench(url, configuration)
+            if configuration.same_mode(SPECULATIVE):  # while the target is up, to be asked for its logits
+                speculative = self._result("bench speculative", models.Measurement)
+                self.state.put("outputs", outputs_equal(url, measured, speculative).model_dump(mode="json"))
+            return measured
 
     def _serve_config(self, drafter: str, dtype: str) -> dict[str, Any]:
         rendered = serve_app.render(self.settings, self.config)
@@ -276,7 +280,7 @@ class _Demo:
                     "pause_p99_plain_steps": swap.pause_ms_p99 / step.p50,
                 }
             )
-        bench = compare([*plain, speculative])
+        bench = compare([*plain, speculative], [self._result("outputs", models.Equality)])
         drafters = [self._drafter(label) for label in ("v1", "v2")]
         self._figures(drafters[-1], bench)
         target = resolve_target(self.settings.target, self.settings)

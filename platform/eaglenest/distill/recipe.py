@@ -15,7 +15,7 @@ class Recipe(BaseModel):
     eagle: Literal["3.1", "3"] = Field(default="3.1", description="3.1: fc_norm and norm_output")
     draft_vocab_size: int = Field(default=8192, ge=64)
     aux_layer_ids: tuple[int, ...] | None = Field(default=None, description="None: the target's default")
-    ttt_steps: int = Field(default=4, ge=1, le=16, description="training-time test steps")
+    ttt_steps: int = Field(default=3, ge=1, le=16, description="training-time test steps; best the K that serves")
     step_decay: float = Field(default=0.8, gt=0, le=1, description="weight of step k: step_decay ** k")
     passes: int = Field(default=12, ge=1, description="most passes over the documents")
     max_seconds: float | None = Field(default=None, gt=0, description="training time; the schedule follows it")

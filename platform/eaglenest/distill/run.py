@@ -44,7 +44,7 @@ class DistillJob(BaseModel):
         default="builtin:heldout", description="prompts to judge by; None: a fifth of the topics of `prompts`"
     )
     answer_tokens: int | None = Field(default=None, gt=0, description="answer tokens to train on at most; None: all")
-    heldout_prompts: int = Field(default=40, ge=1, description="how many held-out prompts the simulation replays")
+    heldout_prompts: int = Field(default=30, ge=1, description="how many held-out prompts the simulation replays")
     answers: AnswerSettings = AnswerSettings()
     answers_from: str | None = Field(default=None, description="URL of a running endpoint; None: an engine of our own")
     answer_dtype: Dtype = "auto"
@@ -269,7 +269,10 @@ def _train(
 
     dtype = job.teacher_dtype if job.teacher_dtype != "auto" else ("bfloat16" if job.gpu or _fast_bf16() else "float32")
     resources: dict[str, Any] = {"num_gpus": 1} if job.gpu else {"num_cpus": 0}
-    actor = ray.remote(TeacherActor).options(max_restarts=-1, max_task_retries=-1, **resources)
+    # tcmalloc and Intel's OpenMP, as for an engine: training is as fast again with them
+    libraries = {name: value for name, value in engine_env(settings).items() if name == "LD_PRELOAD"}
+    environment = {"env_vars": libraries}
+    actor = ray.remote(TeacherActor).options(max_restarts=-1, max_task_retries=-1, runtime_env=environment, **resources)
     teachers = [actor.remote(str(target.path), config.aux_layer_ids, dtype, job.threads) for _ in range(job.teachers)]
     ray.get([teacher.ready.remote() for teacher in teachers])
     task = TrainTask(
@@ -299,6 +302,7 @@ def _train(
             storage_path=str(settings.runs_dir.resolve() / "training"),
             failure_config=FailureConfig(max_failures=job.retries),
             checkpoint_config=CheckpointConfig(num_to_keep=2),
+            worker_runtime_env=environment,
         ),
     )
     try:
