@@ -176,7 +176,7 @@ def test_up_deploys_a_config_once_and_keeps_it(running: Settings, tmp_path: Path
 
 
 def test_an_application_that_cannot_start_is_reported_with_its_reason(running: Settings) -> None:
-    with pytest.raises(ServiceError, match="(?s)could not start tiny.*this one was told to fail"):
+    with pytest.raises(ServiceError, match=r"(?s)could not start tiny.*this one was told to fail"):
         local.deploy_serve(running, config("fail"))
     local.delete_serve(running)
 
@@ -195,7 +195,7 @@ def test_a_taken_serve_port_is_an_error_that_names_its_holder(running: Settings)
 
 
 def test_a_job_is_followed_failed_and_stopped(running: Settings, tmp_path: Path) -> None:
-    """`eaglenest distill` with a job of a few lines in the place of ours; Ctrl-C stops the job, not only the command."""
+    """`eaglenest distill` with a job of a few lines in the place of ours; Ctrl-C stops the job too."""
     (tmp_path / "jobs").mkdir()
     (tmp_path / "jobs" / "runtime_env.yaml").write_text("py_modules: []\n")
     (tmp_path / "jobs" / "distill.py").write_text(
@@ -204,8 +204,8 @@ def test_a_job_is_followed_failed_and_stopped(running: Settings, tmp_path: Path)
         "if name == 'fails': raise SystemExit('no')\nif name == 'waits': time.sleep(300)\n"
     )
     code = (
-        "import pathlib, sys, eaglenest.cli.submit as submit, eaglenest.cli.main as main\n"
-        "submit.ROOT = pathlib.Path(sys.argv[1])\nmain.app(['distill', '--name', sys.argv[2]])"
+        "import pathlib, sys, eaglenest.jobs_client as jobs, eaglenest.cli.main as main\n"
+        "jobs.project_root = lambda: pathlib.Path(sys.argv[1])\nmain.app(['distill', '--name', sys.argv[2]])"
     )
 
     def distill(name: str) -> subprocess.Popen[str]:
@@ -216,8 +216,8 @@ def test_a_job_is_followed_failed_and_stopped(running: Settings, tmp_path: Path)
     done = distill("done")
     waits = distill("waits")
     fails = distill("fails")
-    said, _ = done.communicate(timeout=90)
-    assert done.returncode == 0
+    said, error = done.communicate(timeout=90)
+    assert done.returncode == 0, error
     assert "hello from the job ['--name', 'done']" in said
 
     _, error = fails.communicate(timeout=90)

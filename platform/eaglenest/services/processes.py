@@ -211,14 +211,16 @@ def port_pid(port: int) -> int | None:
 
 def port_holder(port: int) -> str:
     """Who listens on a port, in words: "pid 4711 (python -m http.server 8000)"."""
+    longest = 160
     pid = port_pid(port)
     if pid is None:
         return "a process of another user"
     try:
-        command = " ".join(psutil.Process(pid).cmdline()) or psutil.Process(pid).name()
+        program, *arguments = psutil.Process(pid).cmdline() or [psutil.Process(pid).name()]
     except psutil.Error:
         return f"pid {pid}"
-    return f"pid {pid} ({command if len(command) <= 90 else command[:87] + '...'})"
+    command = " ".join([Path(program).name, *arguments])
+    return f"pid {pid} ({command if len(command) <= longest else command[: longest - 3] + '...'})"
 
 
 def wait_until(ready: Callable[[], bool], record: ProcessRecord, name: str, seconds: float) -> None:
