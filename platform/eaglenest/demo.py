@@ -55,11 +55,11 @@ class DemoPlan(BaseModel):
     answer_tokens: int = Field(default=25000, gt=0, description="answer tokens of the second, the first's among them")
     first_train_s: float = Field(default=100, gt=0)
     train_s: float = Field(default=360, gt=0)
-    judged_requests: int = Field(default=100, ge=10, description="held-out requests that judge a drafter")
+    judged_requests: int = Field(default=80, ge=10, description="held-out requests that judge a drafter")
     max_tokens: int = Field(default=64, ge=8, description="tokens of each measured request")
     bench_requests: dict[int, int] = Field(default={1: 10, 2: 12, 4: 16, 8: 24}, description="by concurrency")
     swaps: int = Field(default=5, ge=1, description="odd, so that the new drafter is in at the end")
-    swap_requests: int = Field(default=56, ge=1)
+    swap_requests: int = Field(default=96, ge=1)
 
 
 class _State:
