@@ -62,8 +62,15 @@ def test_the_loss_falls(eagle: str) -> None:
     assert losses[-1] < 0.8 * losses[0]
 
 
+def test_bfloat16_products_keep_float32_weights_and_learn() -> None:
+    learner = make(precision="bfloat16")
+    losses = [learner.step(learner.batch(documents()), 0.3)["loss"] for _ in range(60)]
+    assert losses[-1] < 0.8 * losses[0]
+    assert {p.dtype for p in learner.drafter.parameters()} == {torch.float32}
+
+
 def test_a_pack_has_the_weighted_mean_loss_of_its_documents() -> None:
-    learner = make(prompt_weight=0.0)
+    learner = make(prompt_weight=0.0, precision="float32")
     items = documents(3)
     whole, _, rows = learner._forward(learner.batch(items))
     singles = [learner._forward(learner.batch([item])) for item in items]

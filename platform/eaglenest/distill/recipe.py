@@ -29,5 +29,8 @@ class Recipe(BaseModel):
     clip_norm: float = Field(default=1.0, gt=0)
     pack_tokens: int = Field(default=512, ge=32, description="tokens of one optimiser step, per worker")
     max_length: int = Field(default=1024, ge=16, description="longer documents are cut at their end")
+    precision: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="of the matrix products; auto: bfloat16 where the hardware is fast at it"
+    )
     train_lm_head: bool = True
     seed: int = 0

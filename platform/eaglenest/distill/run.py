@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from eaglenest.distill.answers import AnswerSettings, AnswerStore, EndpointAnswerer, EngineAnswerer, answer_prompts
 from eaglenest.distill.features import Document
 from eaglenest.distill.initialise import drafter_config
+from eaglenest.distill.learner import fast_bfloat16
 from eaglenest.distill.loop import HISTORY, MetricLog, TrainTask, train_loop
 from eaglenest.distill.prompts import Prompt, interleave, load_prompts, prompts_digest
 from eaglenest.distill.recipe import Recipe
@@ -267,7 +268,7 @@ def _train(
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    dtype = job.teacher_dtype if job.teacher_dtype != "auto" else ("bfloat16" if job.gpu or _fast_bf16() else "float32")
+    dtype = job.teacher_dtype if job.teacher_dtype != "auto" else _fast_dtype(job.gpu)
     resources: dict[str, Any] = {"num_gpus": 1} if job.gpu else {"num_cpus": 0}
     # tcmalloc and Intel's OpenMP, as for an engine: training is as fast again with them
     libraries = {name: value for name, value in engine_env(settings).items() if name == "LD_PRELOAD"}
@@ -316,10 +317,10 @@ def _train(
     return folder, dict(result.metrics), json.loads((folder / HISTORY).read_text())
 
 
-def _fast_bf16() -> bool:
-    """Whether this processor multiplies bfloat16 faster than float32: the states travel as bfloat16 anyway."""
-    cpuinfo = Path("/proc/cpuinfo")
-    return cpuinfo.exists() and "avx512_bf16" in cpuinfo.read_text().split()
+def _fast_dtype(gpu: bool) -> str:
+    import torch
+
+    return "bfloat16" if fast_bfloat16(torch.device("cuda" if gpu else "cpu")) else "float32"
 
 
 def _final_figures(metrics: dict[str, Any]) -> dict[str, Any]:
