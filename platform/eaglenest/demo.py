@@ -272,7 +272,7 @@ class _Demo:
         speculative = self._result("bench speculative", models.Measurement)
         plain = [self._result(f"bench {c.name}", models.Measurement) for c in PLAIN]
         swap = self._result("swap", models.SwapResult)
-        step = next((p.itl_ms for m in plain[:1] for p in m.points if p.concurrency == swap.plan.concurrency), None)
+        step = next((p.tpot_ms for m in plain[:1] for p in m.points if p.concurrency == swap.plan.concurrency), None)
         if step is not None:
             swap = swap.model_copy(
                 update={
