@@ -46,15 +46,15 @@ def test_a_job_brings_our_package_and_registers_a_challenger(cluster: Cluster, s
 
 
 def test_a_killed_trainer_goes_on_from_its_checkpoint(cluster: Cluster, small_job: Path) -> None:
-    arguments = ["--name", "killed", "--parent", "challenger", "--max-seconds", "30", "--config", str(small_job)]
+    arguments = ["--name", "killed", "--parent", "challenger", "--max-seconds", "45", "--config", str(small_job)]
     client, job = cluster.submit(arguments)
     saved = cluster.settings.runs_dir / "training" / "killed"
     deadline = time.monotonic() + 150
-    while not (found := list(saved.glob("checkpoint_*/progress.json"))):
+    # the second one on disk tells that Ray Train knows of the first
+    while len(list(saved.glob("checkpoint_*/progress.json"))) < 2:
         assert time.monotonic() < deadline, client.get_job_logs(job)[-4000:]
         assert not client.get_job_status(job).is_terminal(), client.get_job_logs(job)[-4000:]
         time.sleep(0.5)
-    assert found
     workers = [
         p
         for p in psutil.Process(cluster.pid).children(recursive=True)
@@ -63,7 +63,8 @@ def test_a_killed_trainer_goes_on_from_its_checkpoint(cluster: Cluster, small_jo
     assert workers, "no training worker to kill"
     os.kill(workers[0].pid, signal.SIGKILL)
     assert cluster.wait(client, job, 240) == "SUCCEEDED", client.get_job_logs(job)[-4000:]
-    assert "goes on at pass" in client.get_job_logs(job)
+    logs = client.get_job_logs(job)
+    assert "goes on at pass" in logs, logs[-4000:]
     registry = Registry(cluster.settings.tracking_uri, cluster.settings.model_name)
     challenger = registry.resolve("challenger")
     assert challenger.tags["job"] == "killed"
