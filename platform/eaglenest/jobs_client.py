@@ -47,12 +47,14 @@ def runtime_env(root: Path, env: Mapping[str, str] | None = None) -> dict[str, A
     """
     raw: dict[str, Any] = yaml.safe_load((root / RUNTIME_ENV).read_text())
     modules = [str(root / module) for module in raw.get("py_modules", [])]
-    return {
-        **raw,
-        "py_modules": modules,
-        "working_dir": str(root),
-        "env_vars": {**raw.get("env_vars", {}), **(env or {})},
-    }
+    variables = {**raw.get("env_vars", {}), **(env or {})}
+    # Ray takes an empty list of modules for one without a name, and fails the job
+    found = {k: v for k, v in raw.items() if k not in ("py_modules", "env_vars")} | {"working_dir": str(root)}
+    if modules:
+        found["py_modules"] = modules
+    if variables:
+        found["env_vars"] = variables
+    return found
 
 
 def run_distill_job(settings: Settings, arguments: Sequence[str], on_line: Callable[[str], None]) -> str:
@@ -91,8 +93,9 @@ def run_distill_job(settings: Settings, arguments: Sequence[str], on_line: Calla
             _stop(client, job_id)
         raise
     if status != "SUCCEEDED":
+        told = told or [_message(client, job_id)]
         raise EagleNestError(
-            f"job {job_id} ended as {status}" + (f": {told[-1]}" if told else ""),
+            f"job {job_id} ended as {status}" + (f": {told[-1]}" if told[-1] else ""),
             None,
             "its log above says why; the same --name goes on where it stopped",
         )
@@ -139,6 +142,13 @@ def _final_status(client: Any, job_id: str) -> str:
     while not (status := client.get_job_status(job_id)).is_terminal():
         time.sleep(0.5)
     return str(status.value)
+
+
+def _message(client: Any, job_id: str) -> str:
+    """What Ray says of a job that ended, in one line: it may have failed before it wrote anything."""
+    with contextlib.suppress(RuntimeError):
+        return " ".join(str(client.get_job_info(job_id).message or "").split())[-600:]
+    return ""
 
 
 def _first_line(error: Exception) -> str:

@@ -213,17 +213,18 @@ def test_a_job_is_followed_failed_and_stopped(running: Settings, tmp_path: Path)
         pipe = subprocess.PIPE
         return subprocess.Popen(line, env=environment(running), stdout=pipe, stderr=pipe, text=True)
 
+    # one after the other: jobs that upload the same package at the same moment can trip over each other in Ray
     done = distill("done")
-    waits = distill("waits")
-    fails = distill("fails")
     said, error = done.communicate(timeout=90)
-    assert done.returncode == 0, error
+    assert done.returncode == 0, said + error
     assert "hello from the job ['--name', 'done']" in said
 
+    fails = distill("fails")
     _, error = fails.communicate(timeout=90)
     assert fails.returncode == 1
     assert "ended as FAILED" in error
 
+    waits = distill("waits")
     assert waits.stdout is not None
     while "hello" not in waits.stdout.readline():
         pass
