@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,3 +53,15 @@ def test_what_the_user_has_set_is_not_overridden(libraries: list[Path], monkeypa
     prepare_environment(Settings(kv_cache_gib=3))
     assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "7"
     assert os.environ["LD_PRELOAD"] == ":".join(map(str, libraries))
+
+
+def test_the_niceness_of_rays_workers_is_undone_where_that_is_allowed() -> None:
+    code = (
+        "import os, threading, time; threading.Thread(target=time.sleep, args=(9,), daemon=True).start();"
+        "os.nice(15); from eaglenest.engine.environment import take_normal_priority as take;"
+        "print(take(), {os.getpriority(os.PRIO_PROCESS, int(t)) for t in os.listdir('/proc/self/task')})"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert printed in ("True {0}", "False {0, 15}", "False {15}")
+    if os.geteuid() == 0:
+        assert printed == "True {0}"

@@ -77,6 +77,24 @@ def prepare_environment(settings: Settings | None = None, *, local_target: bool 
             os.environ[name] = value
 
 
+def take_normal_priority() -> bool:
+    """Undo the niceness this process was started with, for itself and its children to come; whether it is 0 now.
+
+    Ray starts its workers with niceness 15: beside one ordinary busy process an engine then gets a thirtieth of a core.
+    Raising it again takes root's rights (or RLIMIT_NICE); without them, start Ray with RAY_worker_niceness=0.
+    """
+    threads = [int(name) for name in os.listdir("/proc/self/task")] if sys.platform == "linux" else [0]
+    try:
+        for thread in threads:  # on Linux each thread has its own
+            if os.getpriority(os.PRIO_PROCESS, thread) > 0:
+                os.setpriority(os.PRIO_PROCESS, thread, 0)
+    except ProcessLookupError:  # a thread that has ended since
+        return take_normal_priority()
+    except PermissionError:
+        return False
+    return True
+
+
 def _preloads() -> Iterator[str]:
     """What is already in LD_PRELOAD stays, ours after it, each once."""
     seen = [entry for entry in os.environ.get("LD_PRELOAD", "").split(":") if entry]

@@ -9,6 +9,7 @@ Every route is vLLM's own, through Serve's late-bound ASGI app, but `GET /eaglen
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 from ray import serve
 
 from eaglenest.engine.arguments import resolve_dtype
-from eaglenest.engine.environment import engine_env, on_cpu
+from eaglenest.engine.environment import engine_env, on_cpu, take_normal_priority
 from eaglenest.engine.swapper import DrafterSwapper
 from eaglenest.errors import EngineError, SwapRefused
 from eaglenest.serving.args import DEPLOYMENT, AppArgs
@@ -26,6 +27,8 @@ from eaglenest.serving.reconciler import Reconciler
 from eaglenest.serving.status import ReplicaStatus
 from eaglenest.settings import get_settings
 from eaglenest.targets.embedded import EMBEDDED
+
+logger = logging.getLogger(__name__)
 
 # An engine batches; Serve's own limits (5 running, endless waiting) are made for one request at a time. A request
 # counts as waiting until Serve has chosen its replica, so the second limit has to hold a whole burst.
@@ -45,6 +48,8 @@ class EagleNest:
         from eaglenest.targets import resolve_target
 
         self._args = AppArgs.model_validate(args)
+        if not take_normal_priority():
+            logger.warning("the engine runs with Ray's niceness: start Ray with RAY_worker_niceness=0")
         settings = get_settings()
         target = await asyncio.to_thread(resolve_target, self._args.target, settings)
         self._source: DrafterSource | None = None

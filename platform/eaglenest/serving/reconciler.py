@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 NICENESS = 10
-"""Of the thread that downloads and verifies: on a small machine it must not take the engine's cores from it."""
+"""Added to the thread that downloads and verifies: on a small machine it must not take the engine's cores from it."""
 
 
 class Source(Protocol):
@@ -189,5 +189,5 @@ class Reconciler:
 
 
 def _be_nice() -> None:
-    # On Linux a thread has a niceness of its own.
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+    thread = threading.get_native_id()  # on Linux a thread has a niceness of its own
+    os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS))
