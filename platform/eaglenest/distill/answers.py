@@ -261,9 +261,14 @@ def answer_prompts(
             answer = store.get(prompt)
             assert answer is not None
             if budget is not None and tokens + len(answer.answer_ids) > budget:
-                return documents
+                return _with_drafts(documents)
             tokens += len(answer.answer_ids)
             documents.append(answer.document(prompt.category, max_length))
         begin += len(chunk)
         on_progress(len(documents), tokens)
+    return _with_drafts(documents)
+
+
+def _with_drafts(documents: list[Document]) -> list[Document]:
+    """Those in which something can be proposed: at least two answer tokens are left of each."""
     return [d for d in documents if len(d.ids) > d.answer_start + 1]

@@ -67,13 +67,15 @@ class Batch:
     """A pack and its labels.
 
     labels: [N, Ht], s[p+1] for row p, so that step k of row p reads labels[p+k]. nexts: [N] int64, the token that row
-    p proposes at step 0, x[p+2]; step k is judged by nexts[p+k]. weights: [R] float32, 1 for answer rows.
+    p proposes at step 0, x[p+2]; step k is judged by nexts[p+k]. weights: [R] float32, 1 for answer rows. answers: [R]
+    bool, the answer rows: only there is x[p+2] the target's own token.
     """
 
     pack: Pack
     labels: Tensor
     nexts: Tensor
     weights: Tensor
+    answers: Tensor
     answer_tokens: int
 
 
@@ -97,14 +99,14 @@ def collate(
         items: documents with their states. steps: TTT steps. dtype: of the states in the pack.
         prompt_weight: of the rows inside the prompt; 0 leaves them out.
     """
-    weights: list[float] = []
+    answers: list[bool] = []
     tokens, positions, aux, labels, nexts, rows, reach, spans = [], [], [], [], [], [], [], []
     offset = queries = 0
     for document, features in items:
         ids = torch.tensor(document.ids, dtype=torch.int64)
         size = ids.shape[0] - 1
         mine, far = loss_rows(document, steps, prompt_weight > 0)
-        weights += [prompt_weight if p + 1 < document.answer_start else 1.0 for p in mine]
+        answers += [p + 1 >= document.answer_start for p in mine]
         tokens.append(ids[1:])
         nexts.append(torch.cat([ids[2:], ids[-1:]]))
         positions.append(torch.arange(size))
@@ -123,4 +125,6 @@ def collate(
         spans=spans,
     )
     answer_tokens = sum(len(d.answer) for d, _ in items)
-    return Batch(pack, torch.cat(labels), torch.cat(nexts), torch.tensor(weights), answer_tokens)
+    answered = torch.tensor(answers, dtype=torch.bool)
+    weights = torch.where(answered, 1.0, prompt_weight)
+    return Batch(pack, torch.cat(labels), torch.cat(nexts), weights, answered, answer_tokens)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 import torch
@@ -12,7 +11,7 @@ from eaglenest.drafters.config import DrafterConfig
 from eaglenest.drafters.module import Eagle3Drafter
 from eaglenest.drafters.vocabulary import draft_ids, vocabulary_maps
 from eaglenest.errors import CheckpointError
-from eaglenest.targets.head import load_embedding, load_target_tensor
+from eaglenest.targets.head import load_embedding, load_final_norm, load_target_tensor, read_text_config
 from eaglenest.targets.resolve import Target
 
 # Small beside what the target's own lm_head and norm expect, so that the first distributions are flat: measured against
@@ -24,8 +23,7 @@ def drafter_config(
     target: Target, *, draft_vocab_size: int, eagle: str, aux_layer_ids: Sequence[int] | None = None
 ) -> DrafterConfig:
     """A drafter in the shape of one of the target's own layers."""
-    raw = json.loads((target.path / "config.json").read_text())
-    config = raw.get("text_config") or raw
+    config = read_text_config(target.path)
     heads = int(config["num_attention_heads"])
     rope = config.get("rope_parameters") or {}
     newer = eagle == "3.1"
@@ -67,12 +65,11 @@ def from_target(target: Target, config: DrafterConfig, vocabulary: Sequence[int]
     drafter.t2d.copy_(t2d)
     head = load_target_tensor(target.path, ("lm_head.weight",))
     rows = (embedding if head is None else head.float())[draft_ids(d2t)]
-    norm = load_target_tensor(target.path, ("model.norm.weight",))
+    norm, _ = load_final_norm(target.path)
     with torch.no_grad():
         if rows.shape[1] == config.hidden_size:
             drafter.lm_head.weight.copy_(rows)
-            if norm is not None:
-                drafter.norm.weight.copy_(norm.float())
+            drafter.norm.weight.copy_(norm)
     return drafter
 
 
@@ -82,7 +79,9 @@ def from_state(target: Target, config: DrafterConfig, state: dict[str, Tensor]) 
     Raises:
         CheckpointError: tensors are missing, unknown or of another shape.
     """
-    drafter = Eagle3Drafter(config, load_embedding(target.path).float())
+    own = None if config.shares_embedding else state.get("embed_tokens.weight")
+    embedding = load_embedding(target.path) if own is None else own
+    drafter = Eagle3Drafter(config, embedding.float())
     wanted = drafter.state_dict()
     if set(wanted) != set(state):
         odd = sorted(set(wanted) ^ set(state))

@@ -57,8 +57,8 @@ class Learner:
             progress: 0..1, how far the run is.
 
         Returns:
-            loss (KL + the target's entropy, nats, weighted mean), accuracy per step (share of rows whose draft equals
-            the target's token), grad_norm, learning_rate, rows.
+            loss (KL + the target's entropy, nats, weighted mean), accuracy per step (share of answer rows whose
+            draft equals the target's token), grad_norm, learning_rate, rows.
         """
         rate = self.rate(progress)
         for group, peak in zip(self._parameter_groups(), self._peaks, strict=True):
@@ -101,7 +101,7 @@ class Learner:
                 normed, self.drafter.lm_head.weight, probabilities[where[k]], row_weights
             )
             total = total + loss
-            judged = valid & (batch.weights == 1)
+            judged = valid & batch.answers
             hits.append(((self._ids[best] == batch.nexts[at[k]]) & judged, judged))
         return total / max(weights, 1.0), hits, pack.rows.shape[0]
 
@@ -136,8 +136,8 @@ class Learner:
             return batch
         moved = {k: v.to(self.device) for k, v in vars(batch.pack).items() if isinstance(v, Tensor)}
         pack = type(batch.pack)(**moved, spans=batch.pack.spans)
-        labels, nexts, weights = (t.to(self.device) for t in (batch.labels, batch.nexts, batch.weights))
-        return Batch(pack, labels, nexts, weights, batch.answer_tokens)
+        rest = {k: v.to(self.device) for k, v in vars(batch).items() if isinstance(v, Tensor)}
+        return Batch(pack=pack, **rest, answer_tokens=batch.answer_tokens)
 
     def state(self) -> dict[str, Any]:
         """What resuming needs, beside the recipe."""

@@ -8,9 +8,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from eaglenest.distill.features import Document, Features
 from eaglenest.errors import TargetError
+from eaglenest.targets.head import load_final_norm
 
 
 class Teacher(Protocol):
@@ -30,7 +32,8 @@ class TransformersTeacher:
         dtype: of the target's arithmetic. device: where it runs.
 
     Raises:
-        TargetError: the model's layers or final norm cannot be found, or an id lies outside of it.
+        TargetError: the model's layers or final norm cannot be found, the norm is not the one `TargetHead` computes,
+            or an id lies outside of the model.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class TransformersTeacher:
             )
         if not all(0 <= i <= len(layers) for i in aux_layer_ids):
             raise TargetError(f"aux layer ids {tuple(aux_layer_ids)}", f"ids from 0 to {len(layers)}")
+        _check_norm(path, norm, self._model.device, dtype)
         self._ids = tuple(aux_layer_ids)
         self._taken: dict[int, Tensor] = {}
         self._depth = len(layers)
@@ -86,3 +90,18 @@ class TransformersTeacher:
             pieces = (t[row, :n].to("cpu", torch.bfloat16).clone() for t in (aux, last))
             out.append(Features(*pieces))
         return out
+
+
+@torch.no_grad()
+def _check_norm(path: Path, norm: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Labels are made from the states by `TargetHead`: its norm must be the model's, or every label is wrong."""
+    weight, eps = load_final_norm(path)
+    probe = torch.linspace(-1, 3, weight.shape[0])  # its mean is not zero: a LayerNorm would show
+    wanted = F.rms_norm(probe, weight.shape, weight, eps)
+    found = norm(probe.to(device, dtype)).float().cpu()
+    if float((found - wanted).abs().max()) > 0.03 * float(wanted.abs().max()):
+        raise TargetError(
+            f"the final norm of {path} ({type(norm).__name__}) is none that the labels can be made with",
+            "an RMSNorm that multiplies by w, or by 1 + w in the families of eaglenest.targets.head.ONE_PLUS",
+            "use another target",
+        )

@@ -61,7 +61,7 @@ def ttt_attention(
     kv_heads = keys.shape[1]
     grouped = query.view(count, kv_heads, heads // kv_heads, dim) * dim**-0.5
     own = [(grouped * k[:, :, None]).sum(-1) for k in own_keys]  # each [R, kv, group]
-    pieces = []
+    pieces = [query.new_empty(0, kv_heads, heads // kv_heads, dim)]
     for span in spans:
         part = slice(span.query_start, span.query_end)
         size = span.query_end - span.query_start

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -37,7 +37,7 @@ class DrafterConfig(BaseModel):
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     max_position_embeddings: int = Field(default=2048, gt=0)
-    hidden_act: str = "silu"
+    hidden_act: Literal["silu"] = "silu"
     attention_bias: bool = False
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -125,6 +125,13 @@ class DrafterConfig(BaseModel):
                 "add them at top level and inside eagle_config",
             )
         rope = raw.get("rope_parameters") or {}
+        scaling = raw.get("rope_scaling") or rope
+        if (kind := scaling.get("rope_type", scaling.get("type", "default"))) != "default":
+            raise CheckpointError(
+                f"config.json scales the rotary positions ({kind})",
+                "rope_type: default",
+                "use a drafter without rope scaling",
+            )
         try:
             return cls(
                 hidden_size=raw["hidden_size"],

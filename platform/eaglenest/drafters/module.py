@@ -1,6 +1,6 @@
 """The EAGLE 3 / 3.1 drafter: one decoder layer that reads the target's hidden states and its own.
 
-Its meaning is vLLM's `llama_eagle3.py`; `tests/drafters/test_parity.py` holds it to that.
+Its meaning is vLLM's `llama_eagle3.py`; `tests/drafters/test_parity_vllm.py` holds it to that.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Eagle3Drafter(nn.Module):
         return torch.cat((self.midlayer.input_layernorm(embedded), self.midlayer.hidden_norm(hidden)), dim=-1)
 
     def _heads(self, projection: nn.Linear, inputs: Tensor) -> Tensor:
-        return projection(inputs).view(inputs.shape[0], -1, self.config.head_dim)
+        return projection(inputs).unflatten(-1, (-1, self.config.head_dim))
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         need = int(positions.max()) + 1 if positions.numel() else 1

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,18 +37,48 @@ def materialise(name: str, cache_dir: Path) -> Path:
     """The folder of an embedded target in safetensors, converting it on first use.
 
     The conversion happens in a sibling folder that is renamed when complete, so that an interrupted one leaves
-    nothing that could be taken for a target.
+    nothing that could be taken for a target. Of several processes one converts; the others wait for it.
 
     Raises:
         TargetError: the package is missing, the disk is full, or the cached files no longer match their checksums.
     """
     folder = cache_dir / "targets" / name
-    if (folder / CHECKSUMS).exists():
-        _verify(folder)
-        return folder
-    gguf = _gguf_path(EMBEDDED[name])
+    if not (folder / CHECKSUMS).exists():
+        gguf = _gguf_path(EMBEDDED[name])
+        with _locked(folder):
+            if not (folder / CHECKSUMS).exists():  # another process may have made it meanwhile
+                _make(folder, gguf)
+    _verify(folder)
+    return folder
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Only one process makes target folders. The system drops the lock of a process that dies."""
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            # beside the folder; a folder itself cannot be locked on NFS
+            file = stack.enter_context(folder.parent.with_suffix(".lock").open("w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            raise _not_written(folder, error) from error
+        yield
+
+
+def _not_written(folder: Path, error: OSError) -> TargetError:
+    return TargetError(
+        f"{folder.name} cannot be written to {folder.parent} ({error})",
+        "a writable folder with 1.2 GB free",
+        "free space there, or set EAGLENEST_CACHE_DIR to another disk",
+    )
+
+
+def _make(folder: Path, gguf: Path) -> None:
+    for left in folder.parent.glob(f".{folder.name}-*"):  # of a conversion that was killed: nobody else converts now
+        shutil.rmtree(left, ignore_errors=True)
     _need_space(folder.parent, gguf)
-    staging = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder.parent))
+    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         _convert(gguf, staging)
         sums = {f.name: {"sha256": sha256_file(f), "bytes": f.stat().st_size} for f in sorted(staging.iterdir())}
@@ -53,20 +86,11 @@ def materialise(name: str, cache_dir: Path) -> Path:
         staging.chmod(0o755)
         if folder.exists():  # a folder without checksums: not ours to trust
             shutil.rmtree(folder)
-        try:
-            os.rename(staging, folder)
-        except OSError:
-            if not (folder / CHECKSUMS).exists():  # another process finished first: its result is as good
-                raise
+        os.rename(staging, folder)
     except OSError as error:
-        raise TargetError(
-            f"{name} cannot be written to {folder.parent} ({error})",
-            "a writable folder with 1.2 GB free",
-            "free space there, or set EAGLENEST_CACHE_DIR to another disk",
-        ) from error
+        raise _not_written(folder, error) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    return folder
 
 
 def _gguf_path(embedded: Embedded) -> Path:
@@ -83,7 +107,6 @@ def _gguf_path(embedded: Embedded) -> Path:
 
 
 def _need_space(parent: Path, gguf: Path) -> None:
-    parent.mkdir(parents=True, exist_ok=True)
     need = gguf.stat().st_size * 12  # Q4 to float32 is about 6x; the margin covers the writer's temporary copy
     free = shutil.disk_usage(parent).free
     if free < need:
@@ -109,14 +132,18 @@ def _convert(gguf: Path, dest: Path) -> None:
 
 def _verify(folder: Path) -> None:
     """Sizes always; digests only of the small files, so that a start stays quick. The fingerprint covers the rest."""
-    sums = json.loads((folder / CHECKSUMS).read_text())["files"]
-    for name, want in sums.items():
+    mend = f"delete {folder} and run again: it is made anew"
+    try:
+        sums = json.loads((folder / CHECKSUMS).read_text())["files"]
+        entries = [(name, int(want["bytes"]), str(want["sha256"])) for name, want in sums.items()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TargetError(f"{folder / CHECKSUMS} cannot be read", "what the conversion wrote", mend) from error
+    for name, length, digest in entries:
         file = folder / name
         size = file.stat().st_size if file.exists() else -1
-        wrong = size != want["bytes"] or (size < 1 << 23 and sha256_file(file) != want["sha256"])
-        if wrong:
+        if size != length or (size < 1 << 23 and sha256_file(file) != digest):
             raise TargetError(
                 f"{file} is not what the conversion wrote ({size} bytes)",
-                f"{want['bytes']} bytes with sha256 {want['sha256'][:12]}",
-                f"delete {folder} and run again: it is made anew",
+                f"{length} bytes with sha256 {digest[:12]}",
+                mend,
             )

@@ -11,6 +11,10 @@ from pathlib import Path
 WEIGHTS = ("*.safetensors",)
 REST = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja")
 CONFIG_KEYS = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size", "rope_parameters", "rms_norm_eps")
+# Only some configs have these: older ones, scaled or capped logits.
+_ROPE = ("rope_theta", "rope_scaling")
+_LOGITS = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling")
+SPECIAL_KEYS = (*_ROPE, *_LOGITS, "attention_multiplier", "embedding_multiplier", "residual_multiplier")
 
 
 def sha256_file(path: Path, chunk: int = 1 << 22) -> str:
@@ -44,8 +48,10 @@ def target_fingerprint(path: Path, memo_dir: Path | None = None) -> str:
         key = f"{file.name}:{stat.st_size}:{stat.st_mtime_ns}"
         fresh[key] = memo.get(key) or sha256_file(file)
         digest.update(f"{file.name}={fresh[key]}\n".encode())
-    config = json.loads((path / "config.json").read_text())
-    digest.update(json.dumps({k: config.get(k) for k in CONFIG_KEYS}, sort_keys=True).encode())
+    raw = json.loads((path / "config.json").read_text())
+    config = raw.get("text_config") or raw
+    special = {k: config[k] for k in SPECIAL_KEYS if config.get(k) is not None}
+    digest.update(json.dumps({k: config.get(k) for k in CONFIG_KEYS} | special, sort_keys=True).encode())
     digest.update(_inline_template(path).encode())
     if memo_file and fresh != memo:
         memo_file.parent.mkdir(parents=True, exist_ok=True)

@@ -69,6 +69,8 @@ def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads((path / "config.json").read_text())
+        if not isinstance(raw, dict):
+            raise ValueError("not a JSON object")
     except (OSError, ValueError) as error:
         raise TargetError(
             f"{path} has no readable config.json ({error.__class__.__name__})",
