@@ -1,4 +1,4 @@
-"""TTT attention against a naive reference that builds every step's keys and the whole mask."""
+"""TTT attention against the whole (K*T) x (K*T) mask, which it never builds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from eaglenest.drafters.attention import Span, ttt_attention
+from eaglenest.drafters.attention import Span, apply_rope, rope_tables, ttt_attention
 
 
 def layout(lengths: list[int], answers: list[int]) -> tuple[list[Span], Tensor]:
@@ -22,66 +22,110 @@ def layout(lengths: list[int], answers: list[int]) -> tuple[list[Span], Tensor]:
     return spans, torch.tensor(rows, dtype=torch.int64)
 
 
-def naive(queries: list[Tensor], keys: list[Tensor], values: list[Tensor], rows: Tensor, document: Tensor) -> Tensor:
-    """The last step's output, by one softmax over the keys of all steps with an explicit mask.
+def whole(queries: Tensor, keys: Tensor, values: Tensor, document: list[int]) -> Tensor:
+    """All K steps of all T rows by one masked softmax.
 
-    keys[0], values[0]: [N, kv, d]; later ones: [R, kv, d].
+    queries: [K, T, heads, d]; keys, values: [K, T, kv, d]; document: which one each row belongs to. Returns
+    [K, T, heads, d].
     """
-    query = queries[-1]
-    group = query.shape[1] // keys[0].shape[1]
-    k = torch.cat(keys).repeat_interleave(group, dim=1)
-    v = torch.cat(values).repeat_interleave(group, dim=1)
-    scores = torch.einsum("rhd,nhd->hrn", query, k) / query.shape[-1] ** 0.5
-    n = keys[0].shape[0]
-    at = torch.arange(n)
-    allowed = [(at <= rows[:, None]) & (document[at] == document[rows][:, None])]
-    allowed += [torch.eye(len(rows), dtype=torch.bool)] * (len(keys) - 1)
-    scores = scores.masked_fill(~torch.cat(allowed, dim=1), float("-inf"))
-    return torch.einsum("hrn,nhd->rhd", scores.softmax(-1), v)
+    steps, count, heads, dim = queries.shape
+    allowed = torch.zeros(steps, count, steps, count, dtype=torch.bool)
+    for k in range(steps):
+        for p in range(count):
+            for q in range(p + 1):
+                allowed[k, p, 0, q] = document[p] == document[q]
+            for j in range(1, k + 1):
+                allowed[k, p, j, p] = True
+    allowed = allowed.view(steps * count, steps * count)
+    out = []
+    for head in range(heads):
+        kv = head * keys.shape[2] // heads
+        q, k, v = queries[:, :, head].flatten(0, 1), keys[:, :, kv].flatten(0, 1), values[:, :, kv].flatten(0, 1)
+        scores = (q @ k.t() / dim**0.5).masked_fill(~allowed, float("-inf"))
+        out.append(scores.softmax(-1) @ v)
+    return torch.stack(out, dim=1).view(steps, count, heads, dim)
 
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_equals_the_naive_mask_in_value_and_gradient(data: st.DataObject) -> None:
+def test_every_step_equals_the_whole_mask_in_value_and_gradient(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3))
     answers = [data.draw(st.integers(0, n)) for n in lengths]
     if not sum(answers):
         answers[0] = lengths[0]
     kv, group, steps = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4)))
     spans, rows = layout(lengths, answers)
-    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    document = [number for number, length in enumerate(lengths) for _ in range(length)]
     random = torch.Generator().manual_seed(data.draw(st.integers(0, 10**6)))
+    shape = (steps, sum(lengths))
 
-    def tensor(count: int, heads: int) -> Tensor:
-        return torch.randn(count, heads, 4, generator=random, dtype=torch.float64, requires_grad=True)
+    def tensor(heads: int) -> Tensor:
+        return torch.randn(*shape, heads, 4, generator=random, dtype=torch.float64, requires_grad=True)
 
-    query = tensor(len(rows), kv * group)
-    keys = [tensor(sum(lengths), kv), *(tensor(len(rows), kv) for _ in range(steps - 1))]
-    values = [tensor(sum(lengths), kv), *(tensor(len(rows), kv) for _ in range(steps - 1))]
-    ours = ttt_attention(query, keys[0], values[0], keys[1:], values[1:], rows, spans)
-    theirs = naive([query], keys, values, rows, document)
-    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)  # the softmax runs in float32
+    queries, keys, values = tensor(kv * group), tensor(kv), tensor(kv)
+    ours = torch.stack(
+        [
+            ttt_attention(
+                queries[k, rows],
+                keys[0],
+                values[0],
+                [keys[j, rows] for j in range(1, k + 1)],
+                [values[j, rows] for j in range(1, k + 1)],
+                rows,
+                spans,
+            )
+            for k in range(steps)
+        ]
+    )
+    theirs = whole(queries, keys, values, document)[:, rows]
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)  # our softmax runs in float32
     weight = torch.randn(ours.shape, generator=random, dtype=torch.float64)
     for a, b in zip(
-        torch.autograd.grad((ours * weight).sum(), [query, *keys, *values], allow_unused=True),
-        torch.autograd.grad((theirs * weight).sum(), [query, *keys, *values], allow_unused=True),
+        torch.autograd.grad((ours * weight).sum(), [queries, keys, values]),
+        torch.autograd.grad((theirs * weight).sum(), [queries, keys, values]),
         strict=True,
     ):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize("step", [0, 1, 2])
 def test_neither_the_future_nor_another_document_nor_another_row_is_seen(step: int) -> None:
     torch.manual_seed(0)
-    spans, rows = layout([4, 5], [2, 3])
+    spans, rows = layout([4, 5], [2, 3])  # rows 2, 3 and 6, 7, 8
     query, keys, values = torch.randn(5, 2, 4), torch.randn(9, 2, 4), torch.randn(9, 2, 4)
     own = [torch.randn(5, 2, 4) for _ in range(step)]
     before = ttt_attention(query, keys, values, own, own, rows, spans)
-    keys2, values2 = keys.clone(), values.clone()
-    keys2[7:], values2[7:] = 9.0, 9.0  # after row 6, the first loss row of the second document
-    own2 = [o.clone() for o in own]
-    for o in own2:
-        o[3:] = 9.0
-    after = ttt_attention(query, keys2, values2, own2, own2, rows, spans)
-    assert torch.equal(before[:3], after[:3])
-    assert not torch.equal(before[3:], after[3:])
+
+    def changed(key_rows: list[int], own_rows: list[int]) -> list[bool]:
+        """Which queries notice another key and value in these rows."""
+        k, v, mine = keys.clone(), values.clone(), [o.clone() for o in own]
+        k[key_rows], v[key_rows] = 3.0, 3.0
+        for o in mine:
+            o[own_rows] = 3.0
+        after = ttt_attention(query, k, v, mine, mine, rows, spans)
+        return [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+
+    assert changed([0], []) == [True, True, False, False, False]
+    assert changed([3], []) == [False, True, False, False, False]
+    assert changed([4], []) == [False, False, True, True, True]
+    assert changed([8], []) == [False, False, False, False, True]
+    for query_number in range(5):
+        assert changed([], [query_number]) == [step > 0 and query_number == n for n in range(5)]
+
+
+def test_a_pack_without_loss_rows_gives_nothing_and_no_error() -> None:
+    spans, rows = layout([3, 2], [0, 0])
+    keys = torch.randn(5, 2, 4)
+    assert ttt_attention(torch.randn(0, 6, 4), keys, keys, [], [], rows, spans).shape == (0, 6, 4)
+
+
+def test_rotation_is_of_halves_and_turns_with_the_position() -> None:
+    tables = rope_tables(4, 100.0, 8, torch.device("cpu"))
+    x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
+    turned = apply_rope(x, torch.tensor([3]), tables)[0, 0]
+    # dimension i turns with i + d/2, by position * theta^(-2i/d)
+    for i, angle in enumerate((3.0, 3.0 / 10)):
+        cos, sin = torch.tensor(angle).cos(), torch.tensor(angle).sin()
+        torch.testing.assert_close(turned[i], x[0, 0, i] * cos - x[0, 0, i + 2] * sin)
+        torch.testing.assert_close(turned[i + 2], x[0, 0, i + 2] * cos + x[0, 0, i] * sin)
+    assert torch.equal(apply_rope(x, torch.tensor([0]), tables), x)

@@ -46,3 +46,46 @@ def test_rows_without_weight_change_nothing() -> None:
     loss.backward()
     assert hidden.grad is not None
     assert not hidden.grad[[1, 3]].any()
+
+
+@settings(max_examples=20, deadline=None)
+@given(rows=st.integers(1, 40), chunk=st.integers(1, 41), seed=st.integers(0, 10**6))
+def test_the_chunk_changes_nothing(rows: int, chunk: int, seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    targets, weights = torch.randn(rows, 7, generator=random).softmax(-1), torch.rand(rows, generator=random)
+    results = []
+    for size in (chunk, rows):
+        random.manual_seed(seed + 1)
+        hidden = torch.randn(rows, 5, generator=random, requires_grad=True)
+        weight = torch.randn(7, 5, generator=random, requires_grad=True)
+        loss, best = linear_soft_cross_entropy(hidden, weight, targets, weights, size)
+        results.append((loss, best, *torch.autograd.grad(loss, [hidden, weight])))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_huge_logits_stay_finite() -> None:
+    hidden = torch.full((2, 4), 1e3, requires_grad=True)
+    weight = torch.randn(6, 4, requires_grad=True)
+    loss, _ = linear_soft_cross_entropy(hidden, weight, torch.full((2, 6), 1 / 6), torch.ones(2))
+    loss.backward()
+    assert all(t is not None and t.isfinite().all() for t in (loss, hidden.grad, weight.grad))
+
+
+def test_the_loss_is_least_at_the_targets_distribution_where_it_is_the_entropy() -> None:
+    targets = torch.randn(3, 6).softmax(-1)
+    right = targets.log()  # hidden states and an identity head whose logits are the target's
+    loss, _ = linear_soft_cross_entropy(right, torch.eye(6), targets, torch.ones(3))
+    torch.testing.assert_close(loss, -(targets * targets.log()).sum())
+    worse, _ = linear_soft_cross_entropy(right + torch.randn(3, 6), torch.eye(6), targets, torch.ones(3))
+    assert worse > loss
+
+
+def test_no_rows_give_a_loss_of_zero_that_can_be_differentiated() -> None:
+    hidden, weight = torch.zeros(0, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+    loss, best = linear_soft_cross_entropy(hidden, weight, torch.zeros(0, 6), torch.zeros(0))
+    loss.backward()
+    assert float(loss.detach()) == 0.0
+    assert best.shape == (0,)
+    assert weight.grad is not None
+    assert not weight.grad.any()

@@ -1,12 +1,12 @@
-"""The draft vocabulary and the replayed acceptance."""
+"""The draft vocabulary."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eaglenest.drafters.acceptance import replay
 from eaglenest.drafters.vocabulary import choose_draft_vocabulary, coverage, draft_ids, vocabulary_maps
 
 answers = st.lists(st.lists(st.integers(0, 49), max_size=12), max_size=6)
@@ -23,6 +23,7 @@ def test_a_vocabulary_is_ascending_full_and_holds_what_it_must(
         assert set(always) <= set(chosen)
     d2t, t2d = vocabulary_maps(chosen, 50)
     assert draft_ids(d2t).tolist() == chosen
+    assert [i + offset for i, offset in enumerate(d2t.tolist())] == chosen  # offsets, not ids
     assert t2d.nonzero().flatten().tolist() == chosen
 
 
@@ -36,34 +37,24 @@ def test_frequent_tokens_come_first(answers: list[list[int]], size: int) -> None
     )
 
 
+@given(answers=answers, size=st.integers(1, 50))
+def test_coverage_is_the_share_of_tokens_that_can_be_proposed(answers: list[list[int]], size: int) -> None:
+    chosen = choose_draft_vocabulary(answers, size, 50)
+    said = [t for a in answers for t in a]
+    expected = sum(t in chosen for t in said) / len(said) if said else 0.0
+    assert coverage(answers, vocabulary_maps(chosen, 50)[1]) == pytest.approx(expected)
+    assert coverage(answers, vocabulary_maps(range(50), 50)[1]) == (1.0 if said else 0.0)
+
+
+def test_the_rest_is_filled_with_the_lowest_ids() -> None:
+    assert choose_draft_vocabulary([[40, 40, 30, 20]], 5, 50, always=[49]) == [0, 20, 30, 40, 49]
+    assert choose_draft_vocabulary([[40, 40, 30, 20]], 3, 50, always=[49]) == [20, 40, 49]  # ties: the lower id
+
+
 def test_coverage_counts_tokens_not_kinds() -> None:
     _, t2d = vocabulary_maps([1, 3], 6)
     assert coverage([[1, 1, 1, 2]], t2d) == 0.75
     assert coverage([], t2d) == 0.0
-
-
-@given(hits=st.lists(st.lists(st.booleans(), min_size=0, max_size=5), max_size=30), steps=st.integers(1, 5))
-def test_replay_walks_as_a_server_does(hits: list[list[bool]], steps: int) -> None:
-    result = replay(hits, steps)
-    position = rounds = accepted = 0
-    by_position = [0] * steps
-    while position < len(hits):
-        run = 0
-        for hit in hits[position][:steps]:
-            if not hit:
-                break
-            by_position[run] += 1
-            run += 1
-        rounds, accepted, position = rounds + 1, accepted + run, position + run + 1
-    assert (result.steps, result.accepted, result.by_position) == (rounds, accepted, by_position)
-    assert 1 <= result.length <= 1 + steps
-    assert sum(result.by_position) == result.accepted
-
-
-def test_replay_is_not_the_mean_over_positions() -> None:
-    hits = [[True], [False], [False], [True], [False]]
-    assert replay(hits, 1).length == 1 + 2 / 3
-    assert 1 + sum(h[0] for h in hits) / len(hits) == 1.4
 
 
 def test_maps_are_the_types_of_a_checkpoint() -> None:

@@ -35,7 +35,8 @@ def drafter_config(
         num_key_value_heads=int(config.get("num_key_value_heads") or heads),
         head_dim=int(config.get("head_dim") or target.hidden_size // heads),
         vocab_size=target.vocab_size,
-        draft_vocab_size=min(draft_vocab_size, target.vocab_size),
+        # vLLM has no place for a map that names the whole vocabulary, and will not load a drafter with one
+        draft_vocab_size=min(draft_vocab_size, target.vocab_size - 1),
         aux_layer_ids=tuple(sorted(set(aux_layer_ids or target.aux_layer_ids))),
         fc_norm=newer,
         norm_output=newer,
