@@ -90,7 +90,7 @@ class Learner:
         at = [(pack.rows + k).clamp(max=last) for k in range(steps)]
         needed, inverse = torch.unique(torch.cat(at), return_inverse=True)
         probabilities = self.head(batch.labels[needed]).softmax(-1)
-        where = inverse.split(pack.rows.shape[0])
+        where = inverse.view(steps, pack.rows.shape[0])
         total = torch.zeros((), device=self.device)
         hits, weights = [], 0.0
         for k, normed in enumerate(self.drafter.ttt_steps(pack, steps)):
