@@ -91,6 +91,16 @@ def test_a_long_document_is_cut_at_its_end(store: AnswerStore) -> None:
     assert documents[0].answer_start == 3
 
 
+@pytest.mark.parametrize("budget", [None, 123])
+def test_documents_cut_down_to_one_answer_token_are_left_out(store: AnswerStore, budget: int | None) -> None:
+    """Nothing can be proposed in them. With this budget it runs out inside a chunk."""
+    cut, kept = (
+        answer_prompts(prompts(20), store, SETTINGS, Scripted, budget=budget, max_length=length) for length in (4, 5)
+    )
+    assert cut == []
+    assert kept
+
+
 def test_a_template_that_refuses_a_prompt_names_it() -> None:
     class Strict:
         def apply_chat_template(self, messages: object, **_: object) -> list[int]:
