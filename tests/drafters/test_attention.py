@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from eaglenest.drafters.attention import Span, apply_rope, rope_tables, ttt_attention
+from eaglenest.drafters.attention import Span, apply_rope, query_blocks, rope_tables, ttt_attention
 
 
 def layout(lengths: list[int], answers: list[int]) -> tuple[list[Span], Tensor]:
@@ -56,6 +56,7 @@ def test_every_step_equals_the_whole_mask_in_value_and_gradient(data: st.DataObj
     kv, group, steps = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4)))
     spans, rows = layout(lengths, answers)
     document = [number for number, length in enumerate(lengths) for _ in range(length)]
+    blocks = query_blocks(rows.tolist(), spans, data.draw(st.integers(1, 8)))
     random = torch.Generator().manual_seed(data.draw(st.integers(0, 10**6)))
     shape = (steps, sum(lengths))
 
@@ -72,20 +73,20 @@ def test_every_step_equals_the_whole_mask_in_value_and_gradient(data: st.DataObj
                 [keys[j, rows] for j in range(1, k + 1)],
                 [values[j, rows] for j in range(1, k + 1)],
                 rows,
-                spans,
+                blocks,
             )
             for k in range(steps)
         ]
     )
     theirs = whole(queries, keys, values, document)[:, rows]
-    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)  # our softmax runs in float32
+    torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-8)
     weight = torch.randn(ours.shape, generator=random, dtype=torch.float64)
     for a, b in zip(
         torch.autograd.grad((ours * weight).sum(), [queries, keys, values]),
         torch.autograd.grad((theirs * weight).sum(), [queries, keys, values]),
         strict=True,
     ):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-8)
 
 
 @pytest.mark.parametrize("step", [0, 1, 2])
@@ -111,6 +112,20 @@ def test_neither_the_future_nor_another_document_nor_another_row_is_seen(step: i
     assert changed([8], []) == [False, False, False, False, True]
     for query_number in range(5):
         assert changed([], [query_number]) == [step > 0 and query_number == n for n in range(5)]
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_blocks_hold_every_query_once_and_no_key_that_none_of_theirs_may_see(data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=4))
+    spans, rows = layout(lengths, [data.draw(st.integers(0, n)) for n in lengths])
+    size = data.draw(st.integers(1, 12))
+    blocks = query_blocks(rows.tolist(), spans, size)
+    assert [q for b in blocks for q in range(b.query_start, b.query_end)] == list(range(len(rows)))
+    for block in blocks:
+        assert 1 <= block.query_end - block.query_start <= size
+        assert block.end == int(rows[block.query_end - 1]) + 1
+        assert any(s.start == block.start and s.query_start <= block.query_start < s.query_end for s in spans)
 
 
 def test_a_pack_without_loss_rows_gives_nothing_and_no_error() -> None:

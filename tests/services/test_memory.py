@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import psutil
 
-from eaglenest.services.memory import PeakMemory, own_tree, proportional_bytes
+from eaglenest.services.memory import PeakMemory, own_tree, resident_bytes
 
 MIB = 1 << 20
 
@@ -24,9 +24,9 @@ def test_the_peak_of_a_child_stays_when_it_is_gone() -> None:
 
 
 def test_a_process_named_twice_counts_once() -> None:
-    once = proportional_bytes([psutil.Process()])
+    once = resident_bytes([psutil.Process()])
 
-    assert proportional_bytes([psutil.Process(), psutil.Process()]) < 1.5 * once
+    assert resident_bytes([psutil.Process(), psutil.Process()]) < 1.5 * once
 
 
 def test_processes_that_end_meanwhile_are_no_trouble() -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eaglenest.drafters.attention import Span
+from eaglenest.drafters.attention import Span, query_blocks
 from eaglenest.drafters.module import Pack
 
 
@@ -123,6 +123,7 @@ def collate(
         rows=torch.tensor(rows, dtype=torch.int64),
         reach=torch.tensor(reach, dtype=torch.int64),
         spans=spans,
+        blocks=query_blocks(rows, spans),
     )
     answer_tokens = sum(len(d.answer) for d, _ in items)
     answered = torch.tensor(answers, dtype=torch.bool)

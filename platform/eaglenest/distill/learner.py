@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from eaglenest.distill.features import Batch, Document, Features, collate
 from eaglenest.distill.recipe import Recipe
 from eaglenest.drafters.acceptance import Acceptance, replay
-from eaglenest.drafters.losses import linear_soft_cross_entropy
+from eaglenest.drafters.losses import ttt_loss
 from eaglenest.drafters.module import Eagle3Drafter
 from eaglenest.drafters.vocabulary import draft_ids
 from eaglenest.targets.head import TargetHead
@@ -87,23 +88,17 @@ class Learner:
         pack = batch.pack
         steps = self.recipe.ttt_steps
         last = batch.labels.shape[0] - 1
-        at = [(pack.rows + k).clamp(max=last) for k in range(steps)]
-        needed, inverse = torch.unique(torch.cat(at), return_inverse=True)
-        probabilities = self.head(batch.labels[needed]).softmax(-1)
-        where = inverse.view(steps, pack.rows.shape[0])
-        total = torch.zeros((), device=self.device)
-        hits, weights = [], 0.0
-        for k, normed in enumerate(self.drafter.ttt_steps(pack, steps)):
-            valid = pack.reach > k
-            row_weights = valid * batch.weights * self.recipe.step_decay**k
-            weights += float(row_weights.sum())
-            loss, best = linear_soft_cross_entropy(
-                normed, self.drafter.lm_head.weight, probabilities[where[k]], row_weights
-            )
-            total = total + loss
-            judged = valid & batch.answers
-            hits.append(((self._ids[best] == batch.nexts[at[k]]) & judged, judged))
-        return total / max(weights, 1.0), hits, pack.rows.shape[0]
+        step = torch.arange(steps, device=self.device)[:, None]
+        at = (pack.rows + step).clamp(max=last)
+        valid = pack.reach > step
+        weights = valid * batch.weights * self.recipe.step_decay**step
+        hidden = torch.stack(list(self.drafter.ttt_steps(pack, steps)))
+        total, best = ttt_loss(
+            hidden, self.drafter.lm_head.weight, lambda which: self.head(batch.labels[which]).softmax(-1), at, weights
+        )
+        judged = valid & batch.answers
+        hits = (self._ids[best] == batch.nexts[at]) & judged
+        return total / weights.sum().clamp(min=1.0), list(zip(hits, judged, strict=True)), pack.rows.shape[0]
 
     @torch.no_grad()
     def evaluate(
@@ -135,7 +130,7 @@ class Learner:
         if self.device.type == "cpu":
             return batch
         moved = {k: v.to(self.device) for k, v in vars(batch.pack).items() if isinstance(v, Tensor)}
-        pack = type(batch.pack)(**moved, spans=batch.pack.spans)
+        pack = replace(batch.pack, **moved)
         rest = {k: v.to(self.device) for k, v in vars(batch).items() if isinstance(v, Tensor)}
         return Batch(pack=pack, **rest, answer_tokens=batch.answer_tokens)
 

@@ -2,65 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+Labels = Callable[[Tensor], Tensor]
+"""Label numbers [n] int64 -> the target's distribution over the draft vocabulary [n, V_draft]."""
 
-class _LinearSoftCrossEntropy(torch.autograd.Function):
-    """Sum of w * H(p, softmax(h W^T)) in chunks of rows; gradients are formed in the forward pass.
 
-    Logits of one chunk live at a time, whatever the number of rows.
+class _TttLoss(torch.autograd.Function):
+    """Sum of w * H(p, softmax(h W^T)) over steps and rows, in chunks of rows; gradients are formed going forward.
+
+    Logits and labels of one chunk and one step live at a time, whatever the number of rows.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, row_weights: Tensor, chunk: int
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Labels, at: Tensor, row_weights: Tensor, chunk: int
     ) -> tuple[Tensor, Tensor]:
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        total = hidden.new_zeros((), dtype=torch.float32)
-        best = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
-        for begin in range(0, hidden.shape[0], chunk):
+        dtype = _product_dtype(hidden)
+        h, matrix = hidden.to(dtype), weight.to(dtype)
+        grad_hidden = torch.empty_like(h)
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        total = hidden.new_zeros((), dtype=torch.promote_types(dtype, torch.float32))
+        best = torch.empty(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
+        for begin in range(0, hidden.shape[1], chunk):
             rows = slice(begin, begin + chunk)
-            logits = (hidden[rows] @ weight.t()).float()
-            p, w = targets[rows].float(), row_weights[rows].float()
-            best[rows] = logits.argmax(-1)
-            lse = logits.logsumexp(-1)
-            total += (w * (lse * p.sum(-1) - (p * logits).sum(-1))).sum()
-            grad = (logits.sub_(lse[:, None]).exp_().mul_(p.sum(-1, keepdim=True)).sub_(p)).mul_(w[:, None])
-            grad = grad.to(hidden.dtype)
-            grad_hidden[rows] = grad @ weight
-            if grad_weight is not None:
-                grad_weight += grad.t() @ hidden[rows]
-        ctx.save_for_backward(grad_hidden, grad_weight)
+            needed, where = torch.unique(at[:, rows], return_inverse=True)
+            every = labels(needed)
+            for step in range(hidden.shape[0]):
+                w = row_weights[step, rows].to(total.dtype)
+                logits = h[step, rows] @ matrix.t()
+                best[step, rows] = logits.argmax(-1)
+                logp = torch.log_softmax(logits, -1, dtype=total.dtype)
+                p = every[where[step]].to(total.dtype)
+                total -= torch.dot(torch.einsum("rv,rv->r", p, logp), w)
+                grad = logp.exp_().sub_(p).to(dtype)
+                grad_hidden[step, rows] = (grad @ matrix) * w[:, None].to(dtype)
+                if grad_weight is not None:
+                    grad_weight += grad.t() @ (h[step, rows] * w[:, None].to(dtype))
+        ctx.save_for_backward(grad_hidden.to(hidden.dtype), grad_weight)
         ctx.mark_non_differentiable(best)
         return total, best
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        scaled = None if grad_weight is None else (grad_weight * grad_total).to(grad_hidden.dtype)
-        return grad_hidden * grad_total.to(grad_hidden.dtype), scaled, None, None, None
+        scaled = None if grad_weight is None else grad_weight * grad_total.to(grad_weight.dtype)
+        return grad_hidden * grad_total.to(grad_hidden.dtype), scaled, None, None, None, None
 
 
-def linear_soft_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, row_weights: Tensor, chunk: int = 512
+def _product_dtype(x: Tensor) -> torch.dtype:
+    """What a matrix product of x is computed in, autocast considered."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def ttt_loss(
+    hidden: Tensor, weight: Tensor, labels: Labels, at: Tensor, row_weights: Tensor, chunk: int = 256
 ) -> tuple[Tensor, Tensor]:
     """Soft cross entropy of `softmax(hidden @ weight.T)` against the target's distribution, fused with the linear.
 
     Minimising it minimises the forward KL; the difference is the target's own entropy.
 
     Args:
-        hidden: [R, H].
+        hidden: [K, R, H], for each step what lm_head reads at each loss row.
         weight: [V_draft, H], the drafter's lm_head.
-        targets: [R, V_draft], probabilities (rows may sum to less than one).
-        row_weights: [R], 0 leaves a row out.
-        chunk: rows whose logits live at once.
+        labels: gives the target's distributions, rows that sum to one.
+        at: [K, R] int64, which label each step of each row is judged by. Neighbouring rows share labels, so each is
+            asked for once in a chunk.
+        row_weights: [K, R], 0 leaves a row out.
+        chunk: rows whose labels live at once.
 
     Returns:
-        the weighted sum (float32 scalar) and the drafter's best draft id of each row [R] int64.
+        the weighted sum (scalar, at least float32) and the drafter's best draft ids [K, R] int64.
     """
-    total, best = _LinearSoftCrossEntropy.apply(hidden, weight, targets, row_weights, chunk)
+    total, best = _TttLoss.apply(hidden, weight, labels, at, row_weights, chunk)
     return total, best

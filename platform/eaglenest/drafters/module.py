@@ -6,7 +6,7 @@ Its meaning is vLLM's `llama_eagle3.py`; `tests/drafters/test_parity_vllm.py` ho
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +86,8 @@ class Pack:
 
     tokens: [N] int64, x[p+1]. positions: [N] int64, restarting at 0 in each document. aux: [N, n_aux*Ht].
     rows: [R] int64, the rows that carry loss at step 0, ascending. reach: [R] int64, how many steps of each such row
-    have a label (its document ends after that). spans: the documents.
+    have a label (its document ends after that). spans: the documents. blocks: `query_blocks` of them, where long ones
+    are to be cut.
     """
 
     tokens: Tensor
@@ -95,6 +96,7 @@ class Pack:
     rows: Tensor
     reach: Tensor
     spans: list[Span]
+    blocks: list[Span] = field(default_factory=list)
 
 
 class Eagle3Drafter(nn.Module):
@@ -173,7 +175,7 @@ class Eagle3Drafter(nn.Module):
                 own_keys.append(self._rotate(self._heads(attention.k_proj, inputs), where + step))
                 own_values.append(self._heads(attention.v_proj, inputs))
             query = self._rotate(self._heads(attention.q_proj, inputs), where + step)
-            attended = ttt_attention(query, keys, values, own_keys, own_values, pack.rows, pack.spans)
+            attended = ttt_attention(query, keys, values, own_keys, own_values, pack.rows, pack.blocks or pack.spans)
             normed, hidden = self._finish(attended, hidden)
             yield normed
 

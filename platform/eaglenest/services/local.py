@@ -17,7 +17,7 @@ from eaglenest.errors import BadInput, EagleNestError, ServiceError
 from eaglenest.services import access, processes, serve_app
 from eaglenest.services.http import answers
 from eaglenest.services.kinds import Kind, mlflow_server, ray_head
-from eaglenest.services.memory import proportional_bytes
+from eaglenest.services.memory import resident_bytes
 from eaglenest.services.serve_app import delete_serve, deploy_serve
 from eaglenest.services.state import MLFLOW, RAY, Say, load, locked, save, silent
 from eaglenest.settings import Settings
@@ -157,7 +157,7 @@ def status(settings: Settings) -> dict[str, dict[str, Any]]:
             alive = processes.root_of(record) is not None
             found[kind.name]["state"] = ("running" if kind.healthy() else "silent") if alive else "dead"
             found[kind.name] |= {"pid": record.pid if alive else None, "log": str(record.log)}
-            found[kind.name]["memory_mib"] = proportional_bytes(processes.processes_of(record)) >> 20
+            found[kind.name]["memory_mib"] = resident_bytes(processes.processes_of(record)) >> 20
     if settings.mlflow_tracking_uri is not None:
         reached = answers(f"{settings.tracking_uri.rstrip('/')}/health")
         found[MLFLOW] |= {"state": "running (not ours)" if reached else "unreachable"}

@@ -22,16 +22,17 @@ class PeakMemory:
             ...
         peak.peak_bytes
 
-    Proportional set size is summed, so memory that processes share (libraries, Ray's object store) counts once.
-
     Args:
-        find: the processes to watch, asked at each sample; one that is named twice counts once.
-        interval_s: seconds between samples. A sample costs about a millisecond per process.
+        find: the processes to watch; one that is named twice counts once. Asked at every tenth sample: looking through
+            a machine's processes takes tens of milliseconds, which a client that is being timed would feel.
+        interval_s: seconds between samples.
     """
 
     def __init__(self, find: Callable[[], Iterable[psutil.Process]] = own_tree, interval_s: float = 1.0) -> None:
         self._find, self._interval_s = find, interval_s
         self.peak_bytes = 0
+        self._found: list[psutil.Process] = []
+        self._samples = 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="peak-memory", daemon=True)
 
@@ -49,7 +50,10 @@ class PeakMemory:
 
     def sample(self) -> int:
         """Look once. Returns the bytes in use now."""
-        used = proportional_bytes(self._find())
+        if self._samples % 10 == 0:
+            self._found = list(self._find())
+        self._samples += 1
+        used = resident_bytes(self._found)
         self.peak_bytes = max(self.peak_bytes, used)
         return used
 
@@ -59,15 +63,16 @@ class PeakMemory:
                 self.sample()
 
 
-def proportional_bytes(found: Iterable[psutil.Process]) -> int:
-    """The memory of some processes together; what they share among themselves counts once."""
-    return sum(_bytes_of(process) for process in {p.pid: p for p in found}.values())
+def resident_bytes(found: Iterable[psutil.Process]) -> int:
+    """The memory of some processes together: what is each one's own, and the most that one of them shares.
 
-
-def _bytes_of(process: psutil.Process) -> int:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        try:
-            return int(process.memory_full_info().pss)
-        except psutil.AccessDenied:
-            return int(process.memory_info().rss)
-    return 0
+    Within a few percent of the sum of proportional set sizes (5.7 against 5.4 GiB with an engine up), which would cost
+    a walk through every page, during which the process that looks can do nothing else.
+    """
+    own = shared = 0
+    for process in {p.pid: p for p in found}.values():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            memory = process.memory_info()
+            own += memory.rss - getattr(memory, "shared", 0)
+            shared = max(shared, getattr(memory, "shared", 0))
+    return own + shared
