@@ -30,7 +30,7 @@ resolve gpu gpu
 uv pip compile pyproject.toml --extra dev --constraint requirements/cpu.txt "${cpu_torch[@]}" \
     --python-version 3.11 --python-platform x86_64-manylinux_2_34 --only-binary :all: \
     --no-header --no-annotate --quiet --output-file "$work/dev.txt" "${upgrade[@]}" >/dev/null
-grep -v -e '^#' -e '^torch' -e '^triton' "$work/dev.txt" | sed 's/+cpu$//' |
+{ grep -v -e '^#' -e '^torch' -e '^triton' "$work/dev.txt" | sed 's/+cpu$//'; grep -v '^#' requirements/peer.in; } |
     grep -v -x -F -f requirements/cpu.txt | LC_ALL=C sort --ignore-case >"$work/dev.only"
 mv "$work/dev.only" requirements/dev.txt
 wc -l requirements/cpu.txt requirements/gpu.txt requirements/dev.txt

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from torch import Tensor
 
 from eaglenest.drafters.losses import ttt_loss

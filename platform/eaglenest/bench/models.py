@@ -133,6 +133,7 @@ class Configuration(Record):
     dtype: Dtype
     speculation: bool
     eager: bool
+    k: int | None = Field(default=None, ge=1, description="draft tokens a step; None: as the service has it")
 
     def same_mode(self, other: Configuration) -> bool:
         """True when the two differ at most in speculation: same dtype, same eager or compiled mode."""

@@ -6,12 +6,16 @@ import json
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import ValidationError
 
 from eaglenest.errors import BadInput, EagleNestError
+
+if TYPE_CHECKING:
+    from eaglenest.distill.run import DistillJob
+    from eaglenest.settings import Settings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -27,6 +31,7 @@ def distill(
         str | None, typer.Option(help="held-out prompts; default: ours, or a fifth of the topics of your own file")
     ] = None,
     answer_tokens: Annotated[int | None, typer.Option(help="answer tokens to train on at most")] = None,
+    answer_length: Annotated[int | None, typer.Option(help="tokens of one answer at most; default: 128")] = None,
     answers_from: Annotated[str | None, typer.Option(help="URL of a running endpoint that shall answer")] = None,
     max_seconds: Annotated[float | None, typer.Option(help="training time")] = None,
     passes: Annotated[int | None, typer.Option(help="passes over the answers at most")] = None,
@@ -53,6 +58,7 @@ def distill(
         "prompts": prompts if prompts != "builtin:train" else None,
         "heldout": heldout,
         "answer_tokens": answer_tokens,
+        "answers": {"max_tokens": answer_length},
         "answers_from": answers_from,
         "workers": workers,
         "teachers": teachers,
@@ -71,26 +77,37 @@ def distill(
 def _run(given: dict[str, Any], recipe: dict[str, Any], config: Path | None, parent: str | None) -> None:
     import ray
 
-    from eaglenest.distill.run import DistillJob
     from eaglenest.pipeline import raise_drafter
     from eaglenest.settings import get_settings
 
     settings = get_settings()
+    job = job_of(given, recipe, config, settings)
+    ray.init(address="auto", log_to_driver=True, logging_level=logging.WARNING)
+    version = raise_drafter(job, settings, parent=parent, say=lambda line: print(line, flush=True))
+    print(f"registered {settings.model_name} version {version.version} as challenger", flush=True)
+
+
+def job_of(given: dict[str, Any], recipe: dict[str, Any], config: Path | None, settings: Settings) -> DistillJob:
+    """The job that the config file and the options describe; an option goes before the file, None is not given.
+
+    Raises:
+        BadInput: names the field.
+    """
+    from eaglenest.distill.run import DistillJob
+
     fields = _read(config)
+    for name, nested in (("recipe", recipe), ("answers", given.pop("answers", {}))):
+        fields[name] = {**fields.get(name, {}), **{k: v for k, v in nested.items() if v is not None}}
     fields |= {k: v for k, v in given.items() if v is not None}
-    fields["recipe"] = {**fields.get("recipe", {}), **{k: v for k, v in recipe.items() if v is not None}}
     fields.setdefault("target", settings.target)
     if "heldout" not in fields and "prompts" in fields:
         fields["heldout"] = None
     fields.setdefault("num_speculative_tokens", settings.num_speculative_tokens)
     try:
-        job = DistillJob.model_validate(fields)
+        return DistillJob.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
         raise BadInput(f"{'.'.join(map(str, first['loc']))}: {first['msg']}", "a field of DistillJob") from error
-    ray.init(address="auto", log_to_driver=True, logging_level=logging.WARNING)
-    version = raise_drafter(job, settings, parent=parent, say=lambda line: print(line, flush=True))
-    print(f"registered {settings.model_name} version {version.version} as challenger", flush=True)
 
 
 def _read(config: Path | None) -> dict[str, Any]:

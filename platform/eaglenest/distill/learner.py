@@ -129,7 +129,7 @@ class Learner:
         """The batch on the training device."""
         if self.device.type == "cpu":
             return batch
-        moved = {k: v.to(self.device) for k, v in vars(batch.pack).items() if isinstance(v, Tensor)}
+        moved: dict[str, Any] = {k: v.to(self.device) for k, v in vars(batch.pack).items() if isinstance(v, Tensor)}
         pack = replace(batch.pack, **moved)
         rest = {k: v.to(self.device) for k, v in vars(batch).items() if isinstance(v, Tensor)}
         return Batch(pack=pack, **rest, answer_tokens=batch.answer_tokens)

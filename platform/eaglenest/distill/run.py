@@ -48,7 +48,7 @@ class DistillJob(BaseModel):
     heldout_prompts: int = Field(default=30, ge=1, description="how many held-out prompts the simulation replays")
     answers: AnswerSettings = AnswerSettings()
     answers_from: str | None = Field(default=None, description="URL of a running endpoint; None: an engine of our own")
-    answer_dtype: Dtype = "auto"
+    answer_dtype: Dtype = Field(default="auto", description="auto: bfloat16 where the hardware is fast at it")
     recipe: Recipe = Recipe()
     num_speculative_tokens: int = Field(default=3, ge=1, le=16, description="K of the simulated acceptance")
     workers: int = Field(default=1, ge=1)
@@ -187,7 +187,8 @@ class _ActorAnswerer:
 
         resources: dict[str, Any] = {"num_gpus": 1} if job.gpu else {"num_cpus": 0}
         actor = ray.remote(EngineAnswerer).options(runtime_env={"env_vars": engine_env(settings)}, **resources)
-        self._actor = actor.remote(target.path, job.answer_dtype, settings.max_model_len)
+        dtype = job.answer_dtype if job.answer_dtype != "auto" else _fast_dtype(job.gpu)
+        self._actor = actor.remote(target.path, dtype, settings.max_model_len)
 
     def answer(self, prompts: list[Prompt], settings: AnswerSettings) -> Any:
         import ray

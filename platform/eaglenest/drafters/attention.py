@@ -176,6 +176,6 @@ def ttt_attention(
         torch.stack(list(own_keys)) if own_keys else none,
         torch.stack(list(own_values)) if own_values else none,
         rows,
-        blocks,
+        [block for block in blocks if block.query_end > block.query_start],
     )
     return out.reshape(count, heads, dim)
