@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from eaglenest.distill.run import Distilled, DistillJob, distill
 from eaglenest.errors import RegistryError
 from eaglenest.registry import DrafterVersion, Registry
 from eaglenest.registry.runs import RunLogger, TrackedRun
-from eaglenest.report.training_plots import plot_training
+from eaglenest.report.training_plots import plot_drift, plot_training
 from eaglenest.settings import Settings
 
 logger = logging.getLogger("eaglenest.pipeline")
@@ -30,15 +31,20 @@ def raise_drafter(
     Needs a running Ray, which this process has joined.
 
     Args:
-        parent: version or alias to start from; None: from nothing.
+        parent: version or alias to start from, or the path of a checkpoint folder (ours, or a published EAGLE 3 one);
+            None: from nothing.
 
     Raises:
         EagleNestError: with what is wrong; the run then ends as FAILED, and nothing is registered.
     """
     registry = Registry(settings.tracking_uri, settings.model_name)
     registry.ensure_ready()
-    start = None if parent is None else registry.resolve(parent)
-    folder = None if start is None else registry.download(start, settings.cache_dir / "versions")
+    start, folder = None, None
+    if isinstance(parent, str) and os.sep in parent:
+        folder = Path(parent).expanduser()
+    elif parent is not None:
+        start = registry.resolve(parent)
+        folder = registry.download(start, settings.cache_dir / "versions")
     with TrackedRun(
         settings.tracking_uri,
         EXPERIMENT,
@@ -72,7 +78,7 @@ def _register(
     registry: Registry, run: TrackedRun, result: Distilled, job: DistillJob, parent: DrafterVersion | None
 ) -> DrafterVersion:
     with tempfile.TemporaryDirectory() as folder:
-        plots = plot_training(result.history, Path(folder))
+        plots = [*plot_training(result.history, Path(folder)), *plot_drift(result.figures, Path(folder))]
         version = registry.register(
             result.checkpoint,
             run_id=run.run_id,

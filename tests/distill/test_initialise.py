@@ -10,9 +10,17 @@ import pytest
 import torch
 from tests.tiny import END, VOCAB, tiny_drafter, tiny_target
 
-from eaglenest.distill.initialise import drafter_config, from_state, from_target
+from eaglenest.distill.initialise import (
+    adapted,
+    aux_scale,
+    differences,
+    drafter_config,
+    from_state,
+    from_target,
+    reshaped,
+)
 from eaglenest.drafters.vocabulary import draft_ids
-from eaglenest.errors import CheckpointError
+from eaglenest.errors import BadInput, CheckpointError
 from eaglenest.targets import Target, resolve_target
 
 IDS = [1, 5, 77, 200]
@@ -95,3 +103,50 @@ def test_settings_of_a_nested_text_model_are_found(target: Target) -> None:
     plain = drafter_config(target, draft_vocab_size=100, eagle="3.1")
     (target.path / "config.json").write_text(json.dumps({"model_type": "some_vl", "text_config": config}))
     assert drafter_config(target, draft_vocab_size=100, eagle="3.1") == plain
+
+
+def parent_of(target: Target, eagle: str = "3", seed: int = 3) -> tuple[Any, dict[str, torch.Tensor]]:
+    config = drafter_config(target, draft_vocab_size=len(IDS), eagle=eagle)
+    return config, dict(from_target(target, config, IDS, seed).state_dict())
+
+
+def test_a_start_from_eagle_3_keeps_its_first_states_and_says_what_is_new(target: Target) -> None:
+    config, state = parent_of(target)
+    newer = reshaped(config, "3.1", None)
+    aux = torch.randn(50, 64 * config.num_aux) * torch.arange(1, config.num_aux + 1).repeat_interleave(64)
+    changed = adapted(target, state, config, newer, IDS, aux_scale(aux, config.num_aux))
+    parent, child = from_state(target, config, state), from_state(target, newer, changed)
+    # rows whose states are of the usual size are fused as before
+    even = torch.cat([a / a.pow(2).mean(-1, keepdim=True).sqrt() for a in aux.chunk(config.num_aux, -1)], -1)
+    usual = even * torch.tensor(aux_scale(aux, config.num_aux)).repeat_interleave(64)
+    torch.testing.assert_close(child.fuse(usual), parent.fuse(usual), atol=1e-4, rtol=1e-3)
+    said = "\n".join(differences(config, newer))
+    assert "fc_norm is new" in said
+    assert "normed states" in said
+    assert "new line of versions" in said
+
+
+def test_another_draft_vocabulary_keeps_the_rows_that_both_have(target: Target) -> None:
+    config, state = parent_of(target, "3.1")
+    state["lm_head.weight"] = torch.randn(len(IDS), 64)
+    wider = config.model_copy(update={"draft_vocab_size": 5})
+    ids = [1, 5, 9, 100, 200]  # 77 is left out, 9 and 100 are new
+    child = from_state(target, wider, adapted(target, state, config, wider, ids, []))
+    assert draft_ids(child.d2t).tolist() == ids
+    assert torch.equal(child.lm_head.weight[[0, 1, 4]], state["lm_head.weight"][[0, 1, 3]])
+    assert torch.equal(child.lm_head.weight[[2, 3]], from_target(target, wider, ids, 0).lm_head.weight[[2, 3]])
+    assert "5 instead of 4" in differences(config, wider)[0]
+
+
+def test_a_start_in_the_parents_shape_changes_and_says_nothing(target: Target) -> None:
+    config, state = parent_of(target, "3.1")
+    for eagle, size in ((None, None), ("3.1", len(IDS))):
+        same = reshaped(config, eagle, size)
+        assert same == config
+        assert differences(config, same) == []
+        assert adapted(target, state, config, same, IDS, []) == state
+
+
+def test_there_is_no_way_back_from_eagle_31(target: Target) -> None:
+    with pytest.raises(BadInput, match="from a parent of EAGLE"):
+        reshaped(parent_of(target, "3.1")[0], "3", None)

@@ -24,7 +24,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def distill(
     name: Annotated[str, typer.Option(help="name of the run; the same name goes on where it stopped")],
     target: Annotated[str | None, typer.Option(help="embedded name, hub id or path; default: EAGLENEST_TARGET")] = None,
-    parent: Annotated[str, typer.Option(help="version or alias to start from")] = "champion",
+    parent: Annotated[str, typer.Option(help="version, alias or checkpoint folder to start from")] = "champion",
     from_nothing: Annotated[bool, typer.Option("--from-nothing", help="start from the target alone")] = False,
     prompts: Annotated[str, typer.Option(help="builtin:train, or a JSONL file")] = "builtin:train",
     heldout: Annotated[

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from eaglenest.drafters.config import DrafterConfig
 from eaglenest.drafters.module import Eagle3Drafter
 from eaglenest.drafters.vocabulary import draft_ids, vocabulary_maps
-from eaglenest.errors import CheckpointError
+from eaglenest.errors import BadInput, CheckpointError
 from eaglenest.targets.head import load_embedding, load_final_norm, load_target_tensor, read_text_config
 from eaglenest.targets.resolve import Target
 
 # Small beside what the target's own lm_head and norm expect, so that the first distributions are flat: measured against
 # unit-variance outputs, 1.31 against 1.26 simulated acceptance length after the same 150 updates.
 INITIAL_STD = 0.02
+DRAFT_VOCAB_SIZE = 8192
 
 
 def drafter_config(
@@ -49,6 +50,79 @@ def drafter_config(
     )
 
 
+def reshaped(parent: DrafterConfig, eagle: str | None, draft_vocab_size: int | None) -> DrafterConfig:
+    """A parent's config with another version of EAGLE, or another size of draft vocabulary; None: the parent's.
+
+    Raises:
+        BadInput: EAGLE 3 from a 3.1 parent, whose weights have learnt to do with normed states.
+    """
+    is_newer = parent.fc_norm and parent.norm_output
+    if eagle == "3" and is_newer:
+        raise BadInput("EAGLE 3 was asked for, from a parent of EAGLE 3.1", "3.1, or a start from nothing")
+    changes: dict[str, object] = {"fc_norm": True, "norm_output": True} if eagle == "3.1" else {}
+    if draft_vocab_size is not None:
+        changes["draft_vocab_size"] = min(draft_vocab_size, parent.vocab_size - 1)
+    return parent.model_copy(update=changes)
+
+
+def differences(parent: DrafterConfig, child: DrafterConfig) -> list[str]:
+    """What a start from `parent` initialises anew, a line each; none when the child can be swapped in for it."""
+    lines = []
+    if child.fc_norm and not parent.fc_norm:
+        lines.append("from EAGLE 3 to 3.1: fc_norm is new, and starts at the size of the target's states (fc is kept)")
+    if child.norm_output and not parent.norm_output:
+        lines.append("from EAGLE 3 to 3.1: later steps are fed normed states, which the layer has yet to learn")
+    if child.draft_vocab_size != parent.draft_vocab_size:
+        lines.append(
+            f"a draft vocabulary of {child.draft_vocab_size} instead of {parent.draft_vocab_size} tokens: rows of "
+            "lm_head are kept where both have the token, others start as the target's (at zero where sizes differ)"
+        )
+    if lines:
+        lines.append("this starts a new line of versions: replicas that serve the parent have to be restarted for it")
+    return lines
+
+
+def aux_scale(aux: Tensor, num_aux: int) -> list[float]:
+    """Root mean square of each of the target's states: aux [n, n_aux*Ht] -> n_aux numbers."""
+    return [float(part.float().pow(2).mean().sqrt()) for part in aux.chunk(num_aux, dim=-1)]
+
+
+def adapted(
+    target: Target,
+    state: Mapping[str, Tensor],
+    parent: DrafterConfig,
+    config: DrafterConfig,
+    vocabulary: Sequence[int],
+    scale: Sequence[float],
+) -> dict[str, Tensor]:
+    """A parent's tensors in the shape of `config`: see `differences`.
+
+    Args:
+        vocabulary: target ids of the draft vocabulary, ascending. scale: see `aux_scale`.
+    """
+    new = dict(state)
+    if config.fc_norm and not parent.fc_norm:
+        new |= {f"fc_norm.{i}.weight": torch.full((config.target_hidden_size,), s) for i, s in enumerate(scale)}
+    if config.draft_vocab_size != parent.draft_vocab_size:
+        parents = state["lm_head.weight"]
+        rows = torch.zeros(len(vocabulary), config.hidden_size, dtype=parents.dtype)
+        if config.hidden_size == config.target_hidden_size:
+            rows.copy_(_target_rows(target)[torch.tensor(vocabulary)])
+        old = {token: row for row, token in enumerate(draft_ids(state["d2t"]).tolist())}
+        kept = [(i, old[token]) for i, token in enumerate(vocabulary) if token in old]
+        here, there = (torch.tensor(column) for column in zip(*kept, strict=True))
+        rows[here] = parents[there]
+        new["lm_head.weight"] = rows
+        new["d2t"], new["t2d"] = vocabulary_maps(vocabulary, config.vocab_size)
+    return new
+
+
+def _target_rows(target: Target) -> Tensor:
+    """The target's lm_head [vocab, Ht]; the embedding where it is tied."""
+    head = load_target_tensor(target.path, ("lm_head.weight",))
+    return load_embedding(target.path) if head is None else head
+
+
 def from_target(target: Target, config: DrafterConfig, vocabulary: Sequence[int], seed: int) -> Eagle3Drafter:
     """A new drafter: the target's lm_head rows and final norm, a random layer.
 
@@ -64,8 +138,7 @@ def from_target(target: Target, config: DrafterConfig, vocabulary: Sequence[int]
     d2t, t2d = vocabulary_maps(vocabulary, config.vocab_size)
     drafter.d2t.copy_(d2t)
     drafter.t2d.copy_(t2d)
-    head = load_target_tensor(target.path, ("lm_head.weight",))
-    rows = (embedding if head is None else head.float())[draft_ids(d2t)]
+    rows = _target_rows(target).float()[draft_ids(d2t)]
     norm, _ = load_final_norm(target.path)
     with torch.no_grad():
         if rows.shape[1] == config.hidden_size:

@@ -15,6 +15,7 @@ from torch import Tensor
 from eaglenest.distill.features import Batch, Document, Features, collate
 from eaglenest.distill.recipe import Recipe
 from eaglenest.drafters.acceptance import Acceptance, replay
+from eaglenest.drafters.drift import Drift, attention_drift
 from eaglenest.drafters.losses import ttt_loss
 from eaglenest.drafters.module import Eagle3Drafter
 from eaglenest.drafters.vocabulary import draft_ids
@@ -120,6 +121,14 @@ class Learner:
                 pooled.add(result)
                 categories.setdefault(document.category, Acceptance()).add(result)
         return pooled, categories
+
+    def drift(self, items: Iterable[tuple[Document, Features]], depths: int) -> Drift:
+        """Attention drift on answers, by depth."""
+        packs = (
+            self.to_device(collate(group, depths, torch.float32)).pack
+            for group in _groups(items, self.recipe.pack_tokens)
+        )
+        return attention_drift(self.drafter, packs, depths)
 
     def batch(self, items: Sequence[tuple[Document, Features]]) -> Batch:
         """Documents as a batch on the training device."""

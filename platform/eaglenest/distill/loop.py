@@ -24,6 +24,7 @@ logger = logging.getLogger("eaglenest.distill")
 
 HISTORY = "history.json"
 REPORT_SECONDS = 10.0
+DRIFT_DEPTHS = 8
 
 
 class MetricLog(Protocol):
@@ -51,6 +52,7 @@ class TrainTask:
     teachers: list[Any]
     num_speculative_tokens: int
     parent: Path | None
+    aux_scale: list[float]
     log: MetricLog | None
     threads: int | None
     reuse_bytes: int
@@ -222,6 +224,14 @@ class _Run:
                 "teacher_wait_s": self.stream.waited_s,
                 "final": final,
             }
+            if final:
+                items = self.heldout.features(range(len(self.task.heldout)))
+                drift = self.learner.drift(items, DRIFT_DEPTHS)
+                metrics |= {
+                    "sink_attention_by_depth": drift.sink,
+                    "own_attention_by_depth": drift.own,
+                    "state_rms_by_depth": drift.magnitude,
+                }
             with tempfile.TemporaryDirectory() as folder:
                 self.progress.seconds = self.clock.seconds()
                 save_training_state(Path(folder), self.learner.state(), self.progress)
@@ -238,7 +248,7 @@ class _Run:
 def _learner(task: TrainTask) -> Any:
     import torch
 
-    from eaglenest.distill.initialise import from_state, from_target
+    from eaglenest.distill.initialise import adapted, from_state, from_target
     from eaglenest.distill.learner import Learner
     from eaglenest.drafters.checkpoint import load_checkpoint
     from eaglenest.targets.head import TargetHead
@@ -247,7 +257,8 @@ def _learner(task: TrainTask) -> Any:
     if task.parent is None:
         drafter = from_target(task.target, task.config, task.vocabulary, task.recipe.seed)
     else:
-        _, state, _ = load_checkpoint(task.parent)
+        config, state, _ = load_checkpoint(task.parent)
+        state = adapted(task.target, state, config, task.config, task.vocabulary, task.aux_scale)
         drafter = from_state(task.target, task.config, state)
     head = TargetHead.load(task.target.path, task.vocabulary)
     return Learner(drafter.to(device), head.to(device), task.recipe)

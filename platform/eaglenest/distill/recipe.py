@@ -12,8 +12,10 @@ class Recipe(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    eagle: Literal["3.1", "3"] = Field(default="3.1", description="3.1: fc_norm and norm_output")
-    draft_vocab_size: int = Field(default=8192, ge=64)
+    eagle: Literal["3.1", "3"] | None = Field(
+        default=None, description="3.1: fc_norm and norm_output; None: the parent's, 3.1 from nothing"
+    )
+    draft_vocab_size: int | None = Field(default=None, ge=64, description="None: the parent's, 8192 from nothing")
     aux_layer_ids: tuple[int, ...] | None = Field(default=None, description="None: the target's default")
     ttt_steps: int = Field(default=3, ge=1, le=16, description="training-time test steps; best the K that serves")
     step_decay: float = Field(default=0.8, gt=0, le=1, description="weight of step k: step_decay ** k")

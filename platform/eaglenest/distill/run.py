@@ -14,8 +14,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from eaglenest.distill.answers import AnswerSettings, AnswerStore, EndpointAnswerer, EngineAnswerer, answer_prompts
-from eaglenest.distill.features import Document
-from eaglenest.distill.initialise import drafter_config
+from eaglenest.distill.features import Document, Features
+from eaglenest.distill.initialise import DRAFT_VOCAB_SIZE, aux_scale, differences, drafter_config, reshaped
 from eaglenest.distill.learner import fast_bfloat16
 from eaglenest.distill.loop import HISTORY, MetricLog, TrainTask, train_loop
 from eaglenest.distill.prompts import Prompt, interleave, load_prompts, prompts_digest
@@ -99,7 +99,7 @@ def distill(
     say(f"target {target.name}: {target.num_layers} layers, states {target.aux_layer_ids}")
     training, heldout = _prompts(job)
     documents, judged = _answered(job, target, settings, training, heldout, say)
-    config, vocabulary = _shape(job, target, documents, parent)
+    config, vocabulary = _shape(job, target, documents, parent, say)
     figures: dict[str, Any] = {
         "train_answer_tokens": sum(len(d.answer) for d in documents),
         "train_prompts": len(documents),
@@ -213,22 +213,18 @@ def _answerer(job: DistillJob, target: Target, settings: Settings) -> Any:
 
 
 def _shape(
-    job: DistillJob, target: Target, documents: list[Document], parent: Path | None
+    job: DistillJob, target: Target, documents: list[Document], parent: Path | None, say: Callable[[str], None]
 ) -> tuple[DrafterConfig, list[int]]:
-    """The drafter's config and draft vocabulary: the parent's, or new ones."""
+    """The drafter's config and draft vocabulary: new ones, or the parent's, changed as the recipe says."""
+    recipe = job.recipe
     if parent is None:
-        recipe = job.recipe
         config = drafter_config(
             target,
-            draft_vocab_size=recipe.draft_vocab_size,
-            eagle=recipe.eagle,
+            draft_vocab_size=recipe.draft_vocab_size or DRAFT_VOCAB_SIZE,
+            eagle=recipe.eagle or "3.1",
             aux_layer_ids=recipe.aux_layer_ids,
         )
-        ends = config.eos_token_id
-        always = [] if ends is None else ends if isinstance(ends, list) else [ends]
-        return config, choose_draft_vocabulary(
-            (d.answer for d in documents), config.draft_vocab_size, config.vocab_size, always
-        )
+        return config, _vocabulary(config, documents)
     config, state, manifest = load_checkpoint(parent)
     if manifest is not None and manifest.target_fingerprint != target.fingerprint:
         raise CheckpointError(
@@ -242,7 +238,19 @@ def _shape(
             "the parent's",
             "leave them out, or start from nothing",
         )
-    return config, draft_ids(state["d2t"]).tolist()
+    changed = reshaped(config, recipe.eagle, recipe.draft_vocab_size)
+    for line in differences(config, changed):
+        say(line)
+    if changed.draft_vocab_size != config.draft_vocab_size:
+        return changed, _vocabulary(changed, documents)
+    return changed, draft_ids(state["d2t"]).tolist()
+
+
+def _vocabulary(config: DrafterConfig, documents: list[Document]) -> list[int]:
+    """A new draft vocabulary, from the answers."""
+    ends = config.eos_token_id
+    always = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    return choose_draft_vocabulary((d.answer for d in documents), config.draft_vocab_size, config.vocab_size, always)
 
 
 def _covered(judged: list[Document], vocabulary: list[int]) -> float:
@@ -277,6 +285,7 @@ def _train(
     actor = ray.remote(TeacherActor).options(max_restarts=-1, max_task_retries=-1, runtime_env=environment, **resources)
     teachers = [actor.remote(str(target.path), config.aux_layer_ids, dtype, job.threads) for _ in range(job.teachers)]
     ray.get([teacher.ready.remote() for teacher in teachers])
+    sample = Features.unpack(ray.get(teachers[0].lone.remote(documents[0])))
     task = TrainTask(
         target=target,
         recipe=job.recipe,
@@ -287,6 +296,7 @@ def _train(
         teachers=teachers,
         num_speculative_tokens=job.num_speculative_tokens,
         parent=parent,
+        aux_scale=aux_scale(sample.aux, config.num_aux),
         log=log,
         threads=job.threads,
         reuse_bytes=int(job.reuse_gib * 2**30),
@@ -336,6 +346,9 @@ def _final_figures(metrics: dict[str, Any]) -> dict[str, Any]:
         "teacher_s",
         "teacher_wait_s",
         "loss",
+        "sink_attention_by_depth",
+        "own_attention_by_depth",
+        "state_rms_by_depth",
     )
     return {name: metrics[name] for name in names if metrics.get(name) is not None}
 

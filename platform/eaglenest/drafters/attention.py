@@ -6,7 +6,7 @@ row p itself (see `docs/distillation.md`). So K steps cost K*(T*T + K*T) scores 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,6 +118,25 @@ class _BlockedAttention(torch.autograd.Function):
             grad_query[part] += torch.bmm(flat, k).view(*scores.shape[:3], -1).permute(2, 0, 1, 3)
             grad_keys[seen] += torch.bmm(flat.transpose(1, 2), q).transpose(0, 1)
         return grad_query, grad_keys, grad_values, grad_own_keys, grad_own_values, None, None
+
+
+def ttt_weights(
+    query: Tensor, keys: Tensor, own_keys: Sequence[Tensor], rows: Tensor, spans: Sequence[Span]
+) -> Iterator[tuple[Span, Tensor, Tensor]]:
+    """The weights of `ttt_attention`, for looking at: a document at a time, all of its scores at once.
+
+    Yields:
+        the document, weights on its step-0 keys [heads, r, t], and on the row's own later keys [heads, r, J].
+    """
+    count, heads, dim = query.shape
+    grouped = query.view(count, keys.shape[1], heads // keys.shape[1], dim) * dim**-0.5
+    own = _own_scores(grouped, torch.stack(list(own_keys)) if own_keys else keys.new_zeros(0, count, *keys.shape[1:]))
+    for span in spans:
+        if span.query_end > span.query_start:
+            q, k, _ = _block(grouped, keys, keys, span)
+            mine = own[span.query_start : span.query_end].permute(1, 2, 0, 3)
+            weights = torch.cat([_scores(q, k, rows, span), mine], dim=-1).softmax(-1).flatten(0, 1)
+            yield span, weights[..., : k.shape[1]], weights[..., k.shape[1] :]
 
 
 def _heads_first(x: Tensor) -> Tensor:

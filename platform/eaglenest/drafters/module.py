@@ -5,7 +5,7 @@ Its meaning is vLLM's `llama_eagle3.py`; `tests/drafters/test_parity_vllm.py` ho
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -78,6 +78,9 @@ class MidLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+Watch = Callable[[Tensor, Tensor, Sequence[Tensor], Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -153,11 +156,14 @@ class Eagle3Drafter(nn.Module):
         normed = self.norm(raw)
         return normed, normed if self.config.norm_output else raw
 
-    def ttt_steps(self, pack: Pack, steps: int) -> Iterator[Tensor]:
+    def ttt_steps(self, pack: Pack, steps: int, watch: Watch | None = None) -> Iterator[Tensor]:
         """Run the training-time test; yields, step by step, what lm_head reads for the loss rows: [R, H].
 
         Step k reads token x[p+1+k] (teacher forced) and its own output of step k-1, at position p+k. Keys and values
         are made for every row once; everything else only where there is loss.
+
+        Args:
+            watch: shown each step's query [R, heads, head_dim], step-0 keys, own later keys and incoming state [R, H].
         """
         attention = self.midlayer.self_attn
         fused = self.fuse(pack.aux)
@@ -175,6 +181,8 @@ class Eagle3Drafter(nn.Module):
                 own_keys.append(self._rotate(self._heads(attention.k_proj, inputs), where + step))
                 own_values.append(self._heads(attention.v_proj, inputs))
             query = self._rotate(self._heads(attention.q_proj, inputs), where + step)
+            if watch is not None:
+                watch(query, keys, own_keys, hidden)
             attended = ttt_attention(query, keys, values, own_keys, own_values, pack.rows, pack.blocks or pack.spans)
             normed, hidden = self._finish(attended, hidden)
             yield normed

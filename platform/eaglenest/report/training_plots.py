@@ -51,8 +51,42 @@ def plot_training(history: Sequence[TrainPoint | Mapping[str, Any]], dest: Path)
         axes.grid(alpha=0.3)
     if accuracy.lines:
         accuracy.legend()
+    return _save(figure, dest, "training")
+
+
+def plot_drift(figures: Mapping[str, Any], dest: Path) -> list[Path]:
+    """Draw attention drift by depth: shares on sink and own drafts, size of the state.
+
+    Args:
+        figures: of a version: `sink_attention_by_depth` and the like (`distill.loop`).
+        dest: folder for `drift.svg` and `drift.png`; made if missing.
+
+    Returns:
+        The two paths; nothing when the figures know no drift.
+    """
+    if not figures.get("sink_attention_by_depth"):
+        return []
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    shares, size = figure.subplots(1, 2)
+    for name, label, colour in (("sink", "on the first tokens", 0), ("own", "on its own drafts", 1)):
+        values = figures[f"{name}_attention_by_depth"]
+        shares.plot(range(1, len(values) + 1), values, color=COLOURS[colour], marker="o", label=label)
+    values = figures["state_rms_by_depth"]
+    size.plot(range(1, len(values) + 1), values, color=COLOURS[0], marker="o")
+    shares.legend()
+    for axes, title in ((shares, "Share of attention"), (size, "Root mean square of the state")):
+        axes.set_title(title)
+        axes.set_xlabel("draft")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    return _save(figure, dest, "drift")
+
+
+def _save(figure: Any, dest: Path, name: str) -> list[Path]:
     dest.mkdir(parents=True, exist_ok=True)
-    paths = [dest / "training.svg", dest / "training.png"]
+    paths = [dest / f"{name}.svg", dest / f"{name}.png"]
     for path in paths:
         figure.savefig(path, dpi=130)
     return paths
