@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from eaglenest.report import Report, TrainPoint, render_bench, render_terminal
-from eaglenest.report.training_plots import plot_training
+from eaglenest.report.training_plots import plot_drift, plot_training
 
 
 def printed(renderable: object, width: int = 140) -> str:
@@ -61,6 +61,15 @@ def test_history_rows_may_be_plain_mappings_and_sparse(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
     with pytest.raises(ValidationError):
         plot_training([{"seconds": 1.0}], tmp_path)
+
+
+def test_drift_is_drawn_where_a_version_knows_it(tmp_path: Path) -> None:
+    shares = {"sink_attention_by_depth": [0.4, 0.3], "own_attention_by_depth": [0.0, 0.2]}
+    svg, png = plot_drift({**shares, "state_rms_by_depth": [1.0, 1.1]}, tmp_path / "plots")
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert ElementTree.parse(svg).getroot().tag.endswith("svg")
+    assert plot_drift({"loss": 1.0}, tmp_path / "none") == []
+    assert not (tmp_path / "none").exists()
 
 
 def test_drafter_report_takes_its_flat_figures_from_the_measured_acceptance(report: Report) -> None:
