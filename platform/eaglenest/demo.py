@@ -55,7 +55,7 @@ class DemoPlan(BaseModel):
     first_answer_tokens: int = Field(default=8000, gt=0, description="answer tokens of the first drafter")
     answer_tokens: int = Field(default=25000, gt=0, description="answer tokens of the second, the first's among them")
     first_train_s: float = Field(default=70, gt=0)
-    train_s: float = Field(default=440, gt=0)
+    train_s: float = Field(default=360, gt=0)
     judged_requests: int = Field(default=80, ge=10, description="held-out requests that judge a drafter")
     max_tokens: int = Field(default=64, ge=8, description="tokens of each answer, of those to learn from too")
     bench_requests: dict[int, int] = Field(default={1: 20, 2: 12, 4: 16, 8: 24}, description="by concurrency")
@@ -222,8 +222,14 @@ class _Demo:
         promote(self.registry, second.version, replicas)
         return result
 
-    def _bench(self, url: str, configuration: models.Configuration) -> models.Measurement:
-        plan = models.Plan(max_tokens=self.plan.max_tokens, requests_per_point=self.plan.bench_requests)
+    def _bench(
+        self, url: str, configuration: models.Configuration, concurrencies: tuple[int, ...] = (1, 2, 4, 8)
+    ) -> models.Measurement:
+        plan = models.Plan(
+            concurrencies=concurrencies,
+            max_tokens=self.plan.max_tokens,
+            requests_per_point=self.plan.bench_requests,
+        )
         return measure(
             url,
             None,
@@ -260,7 +266,7 @@ class _Demo:
             "num_speculative_tokens": configuration.k,
         }
         with serve_app.deployed(self.settings, self.config, changed, say=self.say) as url:
-            measured = self._bench(url, configuration)
+            measured = self._bench(url, configuration, (min(self.plan.bench_requests),))
             plain = self._result(f"bench {PLAIN[0].name}", models.Measurement)
             self.state.put("outputs chosen", outputs_equal(url, plain, measured).model_dump(mode="json"))
             return measured

@@ -49,7 +49,7 @@ def raise_drafter(
         settings.tracking_uri,
         EXPERIMENT,
         run_name=job.name,
-        params=_flat(job.model_dump(mode="json")) | {"parent_version": start.version if start else "none"},
+        params=_flat(job.model_dump(mode="json")) | {"parent": str(start.version if start else folder or "none")},
         tags={JOB_TAG: job.name},
     ) as run:
         say(f"MLflow run {run.url}")

@@ -39,8 +39,14 @@ def test_a_drafter_brings_speculation_and_the_swap(folders: tuple[Path, Path]) -
     assert made["load_format"] == "safetensors"
 
 
-def test_plain_decoding_has_neither(folders: tuple[Path, Path]) -> None:
-    assert not {"speculative_config", "worker_extension_cls"} & engine_arguments(EngineSpec(target=folders[0])).keys()
+@pytest.mark.parametrize("cpu", [True, False])
+def test_plain_decoding_has_no_speculation_and_an_extension_only_on_a_cpu(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, cpu: bool
+) -> None:
+    monkeypatch.setattr(arguments, "on_cpu", lambda: cpu)
+    made = engine_arguments(EngineSpec(target=folders[0]))
+    assert "speculative_config" not in made
+    assert ("worker_extension_cls" in made) is cpu
 
 
 @pytest.mark.parametrize(("cpu", "dtype", "eager"), [(True, "float32", True), (False, "bfloat16", False)])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from eaglenest.engine import environment
-from eaglenest.engine.environment import engine_env, prepare_environment
+from eaglenest.engine.environment import WORKER_NICENESS, engine_env, prepare_environment
 from eaglenest.settings import Settings
 
 
@@ -65,3 +65,13 @@ def test_the_niceness_of_rays_workers_is_undone_where_that_is_allowed() -> None:
     assert printed in ("True {0}", "False {0, 15}", "False {15}")
     if os.geteuid() == 0:
         assert printed == "True {0}"
+
+
+def test_a_worker_yields_with_all_of_its_threads() -> None:
+    code = (
+        "import os, threading, time; threading.Thread(target=time.sleep, args=(9,), daemon=True).start();"
+        "from eaglenest.engine.environment import WORKER_NICENESS as value, set_niceness;"
+        "print(set_niceness(value), {os.getpriority(os.PRIO_PROCESS, int(t)) for t in os.listdir('/proc/self/task')})"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert printed == f"True {{{WORKER_NICENESS}}}"

@@ -13,7 +13,7 @@ from eaglenest.errors import EngineError
 from eaglenest.settings import Dtype
 
 EXTENSION = "eaglenest.engine.worker.WorkerExtension"
-"""The worker extension that swaps drafters, as vLLM's `worker_extension_cls` wants it."""
+"""The worker extension, as vLLM's `worker_extension_cls` wants it: swaps drafters and, on a CPU, yields to clients."""
 
 
 class EngineSpec(BaseModel):
@@ -67,10 +67,11 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "load_format": "safetensors",
         "trust_remote_code": False,
     }
+    if spec.drafter is not None or on_cpu():
+        arguments["worker_extension_cls"] = spec.extension
     if not on_cpu():
         arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
     if spec.drafter is not None:
-        arguments["worker_extension_cls"] = spec.extension
         arguments["per_request_spec_decode_metrics"] = spec.spec_metrics
         arguments["speculative_config"] = {
             "method": "eagle3",

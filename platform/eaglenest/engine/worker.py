@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from eaglenest.engine import cpu_kernels
+from eaglenest.engine.environment import WORKER_NICENESS, set_niceness
 from eaglenest.engine.extension import DrafterExtension
 
 cpu_kernels.correct()  # vLLM imports extensions after its own overrides and before it builds the sampler
 
 
 class WorkerExtension(DrafterExtension):
-    """The worker extension: see `DrafterExtension`."""
+    """The worker extension: the drafter's swap (see `DrafterExtension`), and manners on a CPU."""
+
+    def eaglenest_yield(self) -> bool:
+        """Let what passes tokens on go first (`WORKER_NICENESS`); whether the system allows it."""
+        return set_niceness(WORKER_NICENESS)
