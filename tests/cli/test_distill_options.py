@@ -16,16 +16,17 @@ def test_options_go_before_the_file_and_what_is_not_given_leaves_it(tmp_path: Pa
         json.dumps({"answers": {"max_tokens": 99, "temperature": 0.5}, "recipe": {"passes": 3}, "name": "f"})
     )
 
-    job = job_of({"name": "o", "answers": {"max_tokens": 24}}, {"passes": None, "max_seconds": 9}, file, Settings())
+    recipe = {"passes": None, "max_seconds": 9}
+    job = job_of({"name": "o", "answers": {"max_tokens": 24}, "recipe": recipe}, file, Settings())
 
     assert (job.name, job.answers.max_tokens, job.answers.temperature) == ("o", 24, 0.5)
     assert (job.recipe.passes, job.recipe.max_seconds) == (3, 9)
-    assert job_of({"name": "o", "answers": {"max_tokens": None}}, {}, None, Settings()).answers.max_tokens == 128
+    assert job_of({"name": "o", "answers": {"max_tokens": None}}, None, Settings()).answers.max_tokens == 128
 
 
 def test_prompts_of_ones_own_are_judged_by_a_part_of_them_unless_others_are_named() -> None:
     def heldout(**given: str) -> str | None:
-        return job_of({"name": "o", **given}, {}, None, Settings()).heldout
+        return job_of({"name": "o", **given}, None, Settings()).heldout
 
     assert heldout() == "builtin:heldout"
     assert heldout(prompts="mine.jsonl") is None
@@ -36,4 +37,4 @@ def test_a_wrong_field_is_named(tmp_path: Path) -> None:
     file = tmp_path / "job.json"
     file.write_text(json.dumps({"recipe": {"pases": 3}}))
     with pytest.raises(BadInput, match=r"recipe\.pases"):
-        job_of({"name": "o"}, {}, file, Settings())
+        job_of({"name": "o"}, file, Settings())

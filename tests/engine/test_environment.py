@@ -55,23 +55,34 @@ def test_what_the_user_has_set_is_not_overridden(libraries: list[Path], monkeypa
     assert os.environ["LD_PRELOAD"] == ":".join(map(str, libraries))
 
 
-def test_the_niceness_of_rays_workers_is_undone_where_that_is_allowed() -> None:
+def niceness_after(setup: str, call: str) -> str:
+    """What a process of two threads prints: the call's answer, and the niceness of its threads."""
     code = (
         "import os, threading, time; threading.Thread(target=time.sleep, args=(9,), daemon=True).start();"
-        "os.nice(15); from eaglenest.engine.environment import take_normal_priority as take;"
-        "print(take(), {os.getpriority(os.PRIO_PROCESS, int(t)) for t in os.listdir('/proc/self/task')})"
+        f"from eaglenest.engine import environment; {setup};"
+        f"print({call}, {{os.getpriority(os.PRIO_PROCESS, int(t)) for t in os.listdir('/proc/self/task')}})"
     )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_the_niceness_of_rays_workers_is_undone_where_that_is_allowed() -> None:
+    printed = niceness_after("os.nice(15)", "environment.take_normal_priority()")
     assert printed in ("True {0}", "False {0, 15}", "False {15}")
     if os.geteuid() == 0:
         assert printed == "True {0}"
 
 
 def test_a_worker_yields_with_all_of_its_threads() -> None:
-    code = (
-        "import os, threading, time; threading.Thread(target=time.sleep, args=(9,), daemon=True).start();"
-        "from eaglenest.engine.environment import WORKER_NICENESS as value, set_niceness;"
-        "print(set_niceness(value), {os.getpriority(os.PRIO_PROCESS, int(t)) for t in os.listdir('/proc/self/task')})"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    printed = niceness_after("pass", f"environment.keep_niceness(least={WORKER_NICENESS})")
     assert printed == f"True {{{WORKER_NICENESS}}}"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may take a priority above the normal one")
+def test_a_priority_above_the_normal_one_is_left_alone() -> None:
+    assert (
+        niceness_after(
+            "[os.setpriority(os.PRIO_PROCESS, int(t), -3) for t in os.listdir('/proc/self/task')]",
+            "environment.take_normal_priority()",
+        )
+        == "True {-3}"
+    )

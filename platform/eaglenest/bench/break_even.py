@@ -25,8 +25,8 @@ def best_k(plain: Measurement, speculative: Measurement) -> int:
     assert base is not None, "both are measured at the same concurrencies"
     assert spec is not None
     largest = len(acceptance.unconditional)
-    step = lowest / base.tokens_per_s
-    draft = max(0.0, lowest * acceptance.accept_len / spec.tokens_per_s - step) / largest
+    step = 1 / base.tokens_per_s
+    draft = max(0.0, acceptance.accept_len / spec.tokens_per_s - step) / largest
 
     def expected(k: int) -> float:
         return (1 + sum(acceptance.unconditional[:k])) / (step + k * draft)

@@ -64,30 +64,30 @@ def distill(
         "teachers": teachers,
         "gpu": gpu,
         "threads": threads,
+        "recipe": {"max_seconds": max_seconds, "passes": passes},
     }
-    recipe: dict[str, Any] = {"max_seconds": max_seconds, "passes": passes}
     with sigterm_as_interrupt():
         try:
-            _run(given, recipe, config, None if from_nothing else parent)
+            _run(given, config, None if from_nothing else parent)
         except EagleNestError as error:
             print(f"error: {error}", file=sys.stderr)
             raise SystemExit(error.exit_code) from error
 
 
-def _run(given: dict[str, Any], recipe: dict[str, Any], config: Path | None, parent: str | None) -> None:
+def _run(given: dict[str, Any], config: Path | None, parent: str | None) -> None:
     import ray
 
     from eaglenest.pipeline import raise_drafter
     from eaglenest.settings import get_settings
 
     settings = get_settings()
-    job = job_of(given, recipe, config, settings)
+    job = job_of(given, config, settings)
     ray.init(address="auto", log_to_driver=True, logging_level=logging.WARNING)
     version = raise_drafter(job, settings, parent=parent, say=lambda line: print(line, flush=True))
     print(f"registered {settings.model_name} version {version.version} as challenger", flush=True)
 
 
-def job_of(given: dict[str, Any], recipe: dict[str, Any], config: Path | None, settings: Settings) -> DistillJob:
+def job_of(given: dict[str, Any], config: Path | None, settings: Settings) -> DistillJob:
     """The job that the config file and the options describe; an option goes before the file, None is not given.
 
     Raises:
@@ -96,9 +96,11 @@ def job_of(given: dict[str, Any], recipe: dict[str, Any], config: Path | None, s
     from eaglenest.distill.run import DistillJob
 
     fields = _read(config)
-    for name, nested in (("recipe", recipe), ("answers", given.pop("answers", {}))):
-        fields[name] = {**fields.get(name, {}), **{k: v for k, v in nested.items() if v is not None}}
-    fields |= {k: v for k, v in given.items() if v is not None}
+    for name, value in given.items():
+        if isinstance(value, dict):
+            fields[name] = {**fields.get(name, {}), **{k: v for k, v in value.items() if v is not None}}
+        elif value is not None:
+            fields[name] = value
     fields.setdefault("target", settings.target)
     if "heldout" not in fields and "prompts" in fields:
         fields["heldout"] = None

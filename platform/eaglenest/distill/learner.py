@@ -67,7 +67,7 @@ class Learner:
             group["lr"] = peak * rate
         self.drafter.zero_grad(set_to_none=True)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._bfloat16):
-            loss, hits, weight = self._forward(batch)
+            loss, accuracy, rows = self._forward(batch)
         loss.backward()
         parameters = [p for group in self._parameter_groups() for p in group["params"]]
         _average_gradients(parameters)
@@ -75,17 +75,16 @@ class Learner:
         for optimiser in self.optimisers.values():
             optimiser.step()
         self.updates += 1
-        accuracy = [float(h.float().sum() / max(1, int(v.sum()))) for h, v in hits]
         return {
             "loss": float(loss.detach()),
-            "accuracy": accuracy,
+            "accuracy": accuracy.tolist(),
             "grad_norm": float(norm),
             "learning_rate": self.recipe.learning_rate * rate,
-            "rows": float(weight),
+            "rows": float(rows),
         }
 
-    def _forward(self, batch: Batch) -> tuple[Tensor, list[tuple[Tensor, Tensor]], int]:
-        """Weighted mean loss, per step (hits, valid) [R] bool, and the number of rows."""
+    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor, int]:
+        """Weighted mean loss, accuracy on answer rows by step [K], and the number of rows."""
         pack = batch.pack
         steps = self.recipe.ttt_steps
         last = batch.labels.shape[0] - 1
@@ -99,7 +98,8 @@ class Learner:
         )
         judged = valid & batch.answers
         hits = (self._ids[best] == batch.nexts[at]) & judged
-        return total / weights.sum().clamp(min=1.0), list(zip(hits, judged, strict=True)), pack.rows.shape[0]
+        accuracy = hits.sum(1) / judged.sum(1).clamp(min=1)
+        return total / weights.sum().clamp(min=1.0), accuracy, pack.rows.shape[0]
 
     @torch.no_grad()
     def evaluate(

@@ -52,7 +52,6 @@ class TrainTask:
     teachers: list[Any]
     num_speculative_tokens: int
     parent: Path | None
-    aux_scale: list[float]
     log: MetricLog | None
     threads: int | None
     reuse_bytes: int
@@ -258,10 +257,21 @@ def _learner(task: TrainTask) -> Any:
         drafter = from_target(task.target, task.config, task.vocabulary, task.recipe.seed)
     else:
         config, state, _ = load_checkpoint(task.parent)
-        state = adapted(task.target, state, config, task.config, task.vocabulary, task.aux_scale)
+        scale = _aux_scale(task) if task.config.fc_norm and not config.fc_norm else []
+        state = adapted(task.target, state, config, task.config, task.vocabulary, scale)
         drafter = from_state(task.target, task.config, state)
     head = TargetHead.load(task.target.path, task.vocabulary)
     return Learner(drafter.to(device), head.to(device), task.recipe)
+
+
+def _aux_scale(task: TrainTask) -> list[float]:
+    """The size of the target's states, taken from the first document."""
+    import ray
+
+    from eaglenest.distill.initialise import aux_scale
+
+    sample = Features.unpack(ray.get(task.teachers[0].lone.remote(task.documents[0])))
+    return aux_scale(sample.aux, task.config.num_aux)
 
 
 def _agree(mine: bool) -> bool:

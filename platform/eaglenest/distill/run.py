@@ -14,8 +14,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from eaglenest.distill.answers import AnswerSettings, AnswerStore, EndpointAnswerer, EngineAnswerer, answer_prompts
-from eaglenest.distill.features import Document, Features
-from eaglenest.distill.initialise import DRAFT_VOCAB_SIZE, aux_scale, differences, drafter_config, reshaped
+from eaglenest.distill.features import Document
+from eaglenest.distill.initialise import DRAFT_VOCAB_SIZE, differences, drafter_config, reshaped
 from eaglenest.distill.learner import fast_bfloat16
 from eaglenest.distill.loop import HISTORY, MetricLog, TrainTask, train_loop
 from eaglenest.distill.prompts import Prompt, interleave, load_prompts, prompts_digest
@@ -187,7 +187,7 @@ class _ActorAnswerer:
 
         resources: dict[str, Any] = {"num_gpus": 1} if job.gpu else {"num_cpus": 0}
         actor = ray.remote(EngineAnswerer).options(runtime_env={"env_vars": engine_env(settings)}, **resources)
-        dtype = job.answer_dtype if job.answer_dtype != "auto" else _fast_dtype(job.gpu)
+        dtype = _resolved(job.answer_dtype, job.gpu)
         self._actor = actor.remote(target.path, dtype, settings.max_model_len)
 
     def answer(self, prompts: list[Prompt], settings: AnswerSettings) -> Any:
@@ -277,7 +277,7 @@ def _train(
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    dtype = job.teacher_dtype if job.teacher_dtype != "auto" else _fast_dtype(job.gpu)
+    dtype = _resolved(job.teacher_dtype, job.gpu)
     resources: dict[str, Any] = {"num_gpus": 1} if job.gpu else {"num_cpus": 0}
     # tcmalloc and Intel's OpenMP, as for an engine: training is as fast again with them
     libraries = {name: value for name, value in engine_env(settings).items() if name == "LD_PRELOAD"}
@@ -285,7 +285,6 @@ def _train(
     actor = ray.remote(TeacherActor).options(max_restarts=-1, max_task_retries=-1, runtime_env=environment, **resources)
     teachers = [actor.remote(str(target.path), config.aux_layer_ids, dtype, job.threads) for _ in range(job.teachers)]
     ray.get([teacher.ready.remote() for teacher in teachers])
-    sample = Features.unpack(ray.get(teachers[0].lone.remote(documents[0])))
     task = TrainTask(
         target=target,
         recipe=job.recipe,
@@ -296,7 +295,6 @@ def _train(
         teachers=teachers,
         num_speculative_tokens=job.num_speculative_tokens,
         parent=parent,
-        aux_scale=aux_scale(sample.aux, config.num_aux),
         log=log,
         threads=job.threads,
         reuse_bytes=int(job.reuse_gib * 2**30),
@@ -328,9 +326,12 @@ def _train(
     return folder, dict(result.metrics), json.loads((folder / HISTORY).read_text())
 
 
-def _fast_dtype(gpu: bool) -> str:
+def _resolved(dtype: Dtype, gpu: bool) -> str:
+    """`auto` is bfloat16 where the hardware is fast at it."""
     import torch
 
+    if dtype != "auto":
+        return dtype
     return "bfloat16" if fast_bfloat16(torch.device("cuda" if gpu else "cpu")) else "float32"
 
 

@@ -128,15 +128,26 @@ def ttt_weights(
     Yields:
         the document, weights on its step-0 keys [heads, r, t], and on the row's own later keys [heads, r, J].
     """
-    count, heads, dim = query.shape
-    grouped = query.view(count, keys.shape[1], heads // keys.shape[1], dim) * dim**-0.5
-    own = _own_scores(grouped, torch.stack(list(own_keys)) if own_keys else keys.new_zeros(0, count, *keys.shape[1:]))
+    grouped = _grouped(query, keys)
+    own = _own_scores(grouped, _stacked(own_keys, grouped))
     for span in spans:
         if span.query_end > span.query_start:
             q, k, _ = _block(grouped, keys, keys, span)
             mine = own[span.query_start : span.query_end].permute(1, 2, 0, 3)
             weights = torch.cat([_scores(q, k, rows, span), mine], dim=-1).softmax(-1).flatten(0, 1)
             yield span, weights[..., : k.shape[1]], weights[..., k.shape[1] :]
+
+
+def _grouped(query: Tensor, keys: Tensor) -> Tensor:
+    """Queries [R, heads, d] by the key head they read, scaled: [R, kv, group, d]."""
+    count, heads, dim = query.shape
+    return query.view(count, keys.shape[1], heads // keys.shape[1], dim) * dim**-0.5
+
+
+def _stacked(own: Sequence[Tensor], grouped: Tensor) -> Tensor:
+    """One's own keys or values of the later steps so far, [J, R, kv, d]; J may be 0."""
+    count, kv_heads, _, dim = grouped.shape
+    return torch.stack(list(own)) if own else grouped.new_zeros(0, count, kv_heads, dim)
 
 
 def _heads_first(x: Tensor) -> Tensor:
@@ -185,16 +196,14 @@ def ttt_attention(
     Returns:
         [R, heads, head_dim].
     """
-    count, heads, dim = query.shape
-    grouped = query.view(count, keys.shape[1], heads // keys.shape[1], dim) * dim**-0.5
-    none = keys.new_zeros(0, count, *keys.shape[1:])
+    grouped = _grouped(query, keys)
     out: Tensor = _BlockedAttention.apply(
         grouped,
         keys,
         values,
-        torch.stack(list(own_keys)) if own_keys else none,
-        torch.stack(list(own_values)) if own_values else none,
+        _stacked(own_keys, grouped),
+        _stacked(own_values, grouped),
         rows,
         [block for block in blocks if block.query_end > block.query_start],
     )
-    return out.reshape(count, heads, dim)
+    return out.reshape(query.shape)

@@ -89,18 +89,19 @@ def take_normal_priority() -> bool:
     Ray starts its workers with niceness 15: beside one ordinary busy process an engine then gets a thirtieth of a core.
     Raising it again takes root's rights (or RLIMIT_NICE); without them, start Ray with RAY_worker_niceness=0.
     """
-    return set_niceness(0)
+    return keep_niceness(most=0)
 
 
-def set_niceness(value: int) -> bool:
-    """Give every thread of this process this niceness; whether that was allowed."""
+def keep_niceness(*, least: int = -20, most: int = 19) -> bool:
+    """Bring every thread of this process within these bounds of niceness; whether that was allowed."""
     threads = [int(name) for name in os.listdir("/proc/self/task")] if sys.platform == "linux" else [0]
     try:
         for thread in threads:  # on Linux each thread has its own
-            if os.getpriority(os.PRIO_PROCESS, thread) != value:
-                os.setpriority(os.PRIO_PROCESS, thread, value)
+            now = os.getpriority(os.PRIO_PROCESS, thread)
+            if (wanted := min(max(now, least), most)) != now:
+                os.setpriority(os.PRIO_PROCESS, thread, wanted)
     except ProcessLookupError:  # a thread that has ended since
-        return set_niceness(value)
+        return keep_niceness(least=least, most=most)
     except PermissionError:
         return False
     return True

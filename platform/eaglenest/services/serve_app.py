@@ -30,11 +30,14 @@ _BUILDER = "eaglenest.serving.app:build"
 _OVERLAID = ("target", "model_name", "num_speculative_tokens", "dtype", "max_model_len")
 
 
-def render(settings: Settings, config: Path | dict[str, Any]) -> dict[str, Any]:
+def render(settings: Settings, config: Path | dict[str, Any], args: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """A Serve config with the settings' host and port in it.
 
     A file's arguments give way to the settings that were set on purpose (EAGLENEST_TARGET and the like), so that one
     setting moves the served target and the distilled one alike. A dictionary is somebody's exact wish and stays.
+
+    Args:
+        args: arguments that go before all others, in every application.
 
     Raises:
         BadInput: the file cannot be read, or is no Serve config.
@@ -52,6 +55,9 @@ def render(settings: Settings, config: Path | dict[str, Any]) -> dict[str, Any]:
         raise BadInput(f"{source} has no list `applications`", expected, "start from a file of serve_configs/")
     if source != _NAMELESS:
         config = {**config, "applications": [_overlaid(settings, app) for app in config["applications"]]}
+    if args:
+        changed = [{**app, "args": {**app.get("args", {}), **args}} for app in config["applications"]]
+        config = {**config, "applications": changed}
     http = {**config.get("http_options", {}), "host": settings.host, "port": settings.serve_port}
     return {**config, "http_options": http}
 
@@ -124,10 +130,9 @@ def deployed(settings: Settings, config: Path, args: Mapping[str, Any], *, say: 
     Raises:
         BadInput, ServiceError: as `deploy_serve`.
     """
-    rendered = render(settings, config)
-    changed = [{**app, "args": {**app.get("args", {}), **args}} for app in rendered["applications"]]
+    rendered = render(settings, config, args)
     try:
-        deploy_serve(settings, {**rendered, "applications": changed}, say=say)
+        deploy_serve(settings, rendered, say=say)
         yield settings.serve_url
     finally:
         delete_serve(settings, say=say)
