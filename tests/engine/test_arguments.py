@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from eaglenest.engine import arguments
-from eaglenest.engine.arguments import EXTENSION, EngineSpec, engine_arguments
+from eaglenest.engine.arguments import EXTENSION, IN_ENGINE, EngineSpec, engine_arguments
 from eaglenest.errors import EngineError
 
 
@@ -39,14 +39,17 @@ def test_a_drafter_brings_speculation_and_the_swap(folders: tuple[Path, Path]) -
     assert made["load_format"] == "safetensors"
 
 
-@pytest.mark.parametrize("cpu", [True, False])
-def test_plain_decoding_has_no_speculation_and_an_extension_only_on_a_cpu(
-    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, cpu: bool
+def test_plain_decoding_has_neither(folders: tuple[Path, Path]) -> None:
+    assert not {"speculative_config", "worker_extension_cls"} & engine_arguments(EngineSpec(target=folders[0])).keys()
+
+
+@pytest.mark.parametrize(("cpu", "ranks", "in_engine"), [(True, 1, True), (True, 2, False), (False, 1, False)])
+def test_a_cpu_engine_of_one_rank_computes_in_its_own_process(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, cpu: bool, ranks: int, in_engine: bool
 ) -> None:
     monkeypatch.setattr(arguments, "on_cpu", lambda: cpu)
-    made = engine_arguments(EngineSpec(target=folders[0]))
-    assert "speculative_config" not in made
-    assert ("worker_extension_cls" in made) is cpu
+    made = engine_arguments(EngineSpec(target=folders[0], tensor_parallel_size=ranks))
+    assert made.get("distributed_executor_backend") == (IN_ENGINE if in_engine else None)
 
 
 @pytest.mark.parametrize(("cpu", "dtype", "eager"), [(True, "float32", True), (False, "bfloat16", False)])

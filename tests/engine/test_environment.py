@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from eaglenest.engine import environment
-from eaglenest.engine.environment import WORKER_NICENESS, engine_env, prepare_environment
+from eaglenest.engine.environment import engine_env, prepare_environment
 from eaglenest.settings import Settings
 
 
@@ -70,11 +70,6 @@ def test_the_niceness_of_rays_workers_is_undone_where_that_is_allowed() -> None:
     assert printed in ("True {0}", "False {0, 15}", "False {15}")
     if os.geteuid() == 0:
         assert printed == "True {0}"
-
-
-def test_a_worker_yields_with_all_of_its_threads() -> None:
-    printed = niceness_after("pass", f"environment.keep_niceness(least={WORKER_NICENESS})")
-    assert printed == f"True {{{WORKER_NICENESS}}}"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may take a priority above the normal one")

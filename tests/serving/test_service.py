@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from eaglenest.engine.environment import WORKER_NICENESS, on_cpu
+from eaglenest.engine.environment import on_cpu
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -158,12 +158,13 @@ def test_the_replica_starts_with_the_champion(service: Service) -> None:
     assert status["last_error"] is None
 
 
-def test_computing_threads_let_those_that_pass_tokens_on_go_first(service: Service) -> None:
-    workers = [p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [""])[0].startswith("VLLM::Worker")]
-    assert workers
-    assert {worker.nice() for worker in workers} == {
-        WORKER_NICENESS if on_cpu() else 0
-    }  # on a GPU it is not they that compute
+def test_a_cpu_engine_is_one_process_whose_threads_have_a_core_each(service: Service) -> None:
+    if not on_cpu():
+        pytest.skip("a GPU engine computes on its GPU")
+    engines = [p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [""])[0].startswith("VLLM::")]
+    assert [" ".join(engine.info["cmdline"]).strip() for engine in engines] == ["VLLM::EngineCore"]
+    bound = {frozenset(psutil.Process(thread.id).cpu_affinity()) for thread in engines[0].threads()}
+    assert len({cpus for cpus in bound if len(cpus) == 1}) == int(engines[0].environ()["OMP_NUM_THREADS"])
 
 
 def test_the_openai_client_finds_vllms_routes(service: Service) -> None:

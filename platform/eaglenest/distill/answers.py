@@ -107,6 +107,7 @@ class EngineAnswerer:
     def __init__(self, target: Path, dtype: str = "auto", max_model_len: int = 2048) -> None:
         from eaglenest.engine.arguments import EngineSpec, engine_arguments
         from eaglenest.engine.environment import prepare_environment
+        from eaglenest.engine.launch import threads_for
 
         spec = EngineSpec.model_validate(
             {"target": target, "dtype": dtype, "max_model_len": max_model_len, "max_num_seqs": CHUNK}
@@ -115,7 +116,9 @@ class EngineAnswerer:
         import vllm
 
         try:
-            self._engine = vllm.LLM(**engine_arguments(spec), disable_log_stats=True)
+            arguments = engine_arguments(spec)
+            with threads_for(vllm.EngineArgs(**arguments).create_engine_config()):
+                self._engine = vllm.LLM(**arguments, disable_log_stats=True)
         except Exception as error:
             raise EngineError(
                 f"vLLM did not start ({type(error).__name__}: {str(error).strip() or 'no message'})",

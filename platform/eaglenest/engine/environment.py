@@ -14,12 +14,6 @@ from eaglenest.settings import Settings, get_settings
 TCMALLOC = "libtcmalloc_minimal.so.4"
 IOMP = "libiomp5.so"
 
-WORKER_NICENESS = 10
-"""Of an engine's computing threads on a CPU. They take every core there is, and what passes tokens on (scheduler, HTTP,
-proxy, client) needs a core only for moments, but at once: at equal priority such a moment waits for a time slice, and
-streams come in bursts. Measured on two cores, eight streams: 99% of the gaps under 0.4 s instead of 2.1 s, and 10% more
-tokens/s."""
-
 _TCMALLOC_PLACES = ("/usr/lib/*-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib")
 
 
@@ -89,19 +83,13 @@ def take_normal_priority() -> bool:
     Ray starts its workers with niceness 15: beside one ordinary busy process an engine then gets a thirtieth of a core.
     Raising it again takes root's rights (or RLIMIT_NICE); without them, start Ray with RAY_worker_niceness=0.
     """
-    return keep_niceness(most=0)
-
-
-def keep_niceness(*, least: int = -20, most: int = 19) -> bool:
-    """Bring every thread of this process within these bounds of niceness; whether that was allowed."""
     threads = [int(name) for name in os.listdir("/proc/self/task")] if sys.platform == "linux" else [0]
     try:
         for thread in threads:  # on Linux each thread has its own
-            now = os.getpriority(os.PRIO_PROCESS, thread)
-            if (wanted := min(max(now, least), most)) != now:
-                os.setpriority(os.PRIO_PROCESS, thread, wanted)
+            if os.getpriority(os.PRIO_PROCESS, thread) > 0:
+                os.setpriority(os.PRIO_PROCESS, thread, 0)
     except ProcessLookupError:  # a thread that has ended since
-        return keep_niceness(least=least, most=most)
+        return take_normal_priority()
     except PermissionError:
         return False
     return True

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from eaglenest.engine.arguments import EngineSpec, engine_arguments, require_eagle3
+from eaglenest.engine.arguments import IN_ENGINE, EngineSpec, engine_arguments, require_eagle3
 from eaglenest.engine.environment import on_cpu, prepare_environment
 from eaglenest.errors import EagleNestError, EngineError
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
+
+
+def threads_for(vllm_config: Any) -> AbstractContextManager[None]:
+    """Start an engine inside this: one that computes in its own process then has its OpenMP threads chosen by vLLM."""
+    from eaglenest.engine.vllm_internals import openmp_threads
+
+    in_engine = vllm_config.parallel_config.distributed_executor_backend == IN_ENGINE
+    return openmp_threads(vllm_config) if in_engine else nullcontext()
 
 
 def start_engine(spec: EngineSpec, *, stat_loggers: list[Any] | None = None) -> AsyncLLM:
@@ -35,7 +44,8 @@ def start_engine(spec: EngineSpec, *, stat_loggers: list[Any] | None = None) -> 
         config = AsyncEngineArgs(**arguments).create_engine_config()
         if spec.drafter is not None:
             require_eagle3(config.model_config)
-        return client.from_vllm_config(config, stat_loggers=stat_loggers)
+        with threads_for(config):
+            return client.from_vllm_config(config, stat_loggers=stat_loggers)
     except EagleNestError:
         raise
     except Exception as error:

@@ -1,18 +1,34 @@
 """The parts of vLLM 0.32 that are not its public surface, all in one place.
 
 vLLM remembers, for each layer, how its tensors looked before they were packed, so that it can reload weights
-(`vllm.model_executor.model_loader.reload`). The swap builds second layers from the same memory.
-`tests/engine/test_vllm_internals.py` holds this module to the pinned version.
+(`vllm.model_executor.model_loader.reload`). The swap builds second layers from the same memory. Its choice of OpenMP
+threads and cores (`vllm.utils.ompmultiprocessing`) is made for worker processes; an engine without them needs it, too.
+`tests/engine/test_shadow.py`, `test_swap.py` and `test_executor.py` hold this module to the pinned version.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 _TORCH_STATE = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _PACKED_MARK = "_already_called_process_weights_after_loading"
+
+
+@contextmanager
+def openmp_threads(vllm_config: Any) -> Iterator[None]:
+    """Lay vLLM's choice of OpenMP threads, and of a core for each, over the environment of an engine started inside.
+
+    OpenMP reads it once, when a process starts, so it cannot be set in the engine's process itself. Does nothing on a
+    GPU.
+    """
+    from vllm.utils.ompmultiprocessing import OMPProcessManager
+
+    with OMPProcessManager(vllm_config).configure_omp_envs(rank=0, local_rank=0):
+        yield
 
 
 def clone_structure(live: nn.Module) -> nn.Module:

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from eaglenest.engine import cpu_kernels
-from eaglenest.engine.environment import WORKER_NICENESS, keep_niceness
 from eaglenest.engine.extension import DrafterExtension
 
 cpu_kernels.correct()  # vLLM imports extensions after its own overrides and before it builds the sampler
 
 
 class WorkerExtension(DrafterExtension):
-    """The worker extension: the drafter's swap (see `DrafterExtension`), and manners on a CPU."""
-
-    def eaglenest_yield(self) -> None:
-        """Let what passes tokens on go first (`WORKER_NICENESS`)."""
-        keep_niceness(least=WORKER_NICENESS)  # which is always allowed
+    """The worker extension: the drafter's swap."""

@@ -61,8 +61,6 @@ class EagleNest:
             start = await asyncio.to_thread(from_folder, Path(self._args.drafter), target.fingerprint)
         self._spec = self._args.engine_spec(target, start.folder if start else None)
         self._engine = start_engine(self._spec, stat_loggers=_stat_loggers())
-        if on_cpu():
-            await self._engine.collective_rpc("eaglenest_yield")
         self._status = ReplicaStatus(
             replica_id=serve.get_replica_context().replica_id.unique_id,
             desired_version=start.desired if start else None,
