@@ -59,34 +59,34 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path, store: Answ
     everything = prompts(CHUNK + 20)
     first = Scripted(stop_after=CHUNK)
     with pytest.raises(KeyboardInterrupt):
-        answer_prompts(everything, store, SETTINGS, lambda: first, max_length=99)
+        answer_prompts(everything, store, SETTINGS, first, max_length=99)
     with store.path.open("a") as file:
         file.write('{"key": "torn')  # the process died in the middle of a line
     again, second = AnswerStore(tmp_path, target(tmp_path), SETTINGS), Scripted()
-    documents = answer_prompts(everything, again, SETTINGS, lambda: second, max_length=99)
+    documents = answer_prompts(everything, again, SETTINGS, second, max_length=99)
     assert len(documents) == CHUNK + 20
     assert second.asked == [p.id for p in everything[CHUNK:]]
     third = Scripted()
     whole = AnswerStore(tmp_path, target(tmp_path), SETTINGS)
-    assert answer_prompts(everything, whole, SETTINGS, lambda: third, max_length=99) == documents
+    assert answer_prompts(everything, whole, SETTINGS, third, max_length=99) == documents
     assert third.asked == []
 
 
 def test_the_budget_is_never_exceeded_and_nearly_used(store: AnswerStore) -> None:
     scripted = Scripted()
-    documents = answer_prompts(prompts(100), store, SETTINGS, lambda: scripted, budget=123, max_length=99)
+    documents = answer_prompts(prompts(100), store, SETTINGS, scripted, budget=123, max_length=99)
     assert sum(len(d.answer) for d in documents) == 120
     assert len(scripted.asked) <= 13
 
 
 def test_answers_of_another_target_or_other_settings_are_not_taken(tmp_path: Path, store: AnswerStore) -> None:
-    answer_prompts(prompts(2), store, SETTINGS, Scripted, max_length=99)
+    answer_prompts(prompts(2), store, SETTINGS, Scripted(), max_length=99)
     assert AnswerStore(tmp_path, target(tmp_path, "e" * 64), SETTINGS).get(prompts(1)[0]) is None
     assert AnswerStore(tmp_path, target(tmp_path), AnswerSettings(max_tokens=11)).get(prompts(1)[0]) is None
 
 
 def test_a_long_document_is_cut_at_its_end(store: AnswerStore) -> None:
-    documents = answer_prompts(prompts(1), store, SETTINGS, Scripted, max_length=7)
+    documents = answer_prompts(prompts(1), store, SETTINGS, Scripted(), max_length=7)
     assert documents[0].ids == (1, 2, 3, 0, 1, 2, 3)
     assert documents[0].answer_start == 3
 
@@ -95,7 +95,7 @@ def test_a_long_document_is_cut_at_its_end(store: AnswerStore) -> None:
 def test_documents_cut_down_to_one_answer_token_are_left_out(store: AnswerStore, budget: int | None) -> None:
     """Nothing can be proposed in them. With this budget it runs out inside a chunk."""
     cut, kept = (
-        answer_prompts(prompts(20), store, SETTINGS, Scripted, budget=budget, max_length=length) for length in (4, 5)
+        answer_prompts(prompts(20), store, SETTINGS, Scripted(), budget=budget, max_length=length) for length in (4, 5)
     )
     assert cut == []
     assert kept

@@ -78,6 +78,14 @@ def test_what_fits_is_kept_and_the_rest_made_anew(ray: Any) -> None:
     assert ray.get(teacher.count.remote()) == 11 + 5 + 5
 
 
+def test_states_that_came_with_the_answers_need_no_teacher(ray: Any) -> None:
+    (teacher,) = teachers(ray)
+    known = {d.key: ray.put(CountingTeacher().lone(d)) for d in DOCUMENTS[::2]}
+    stream = Stream([teacher], DOCUMENTS, batch=4, ahead=1, reuse_bytes=0, captured=known)
+    assert keys(stream.features(range(11))) == [d.key for d in DOCUMENTS]
+    assert ray.get(teacher.count.remote()) == 5
+
+
 def test_a_killed_teacher_loses_and_doubles_nothing(ray: Any) -> None:
     (teacher,) = teachers(ray)
     stream = Stream([teacher], DOCUMENTS, batch=2, ahead=2, reuse_bytes=0)

@@ -107,3 +107,16 @@ def test_no_rows_give_a_loss_of_zero_that_can_be_differentiated() -> None:
     assert best.shape == (0,)
     assert weight.grad is not None
     assert not weight.grad.any()
+
+
+def test_the_best_drafts_are_looked_for_only_when_wanted() -> None:
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = torch.randn(2, 5, 8, generator=generator), torch.randn(11, 8, generator=generator)
+    targets = torch.randn(5, 11, generator=generator).softmax(-1)
+    at, weights = torch.arange(5).expand(2, 5), torch.ones(2, 5)
+    with_best, best = ttt_loss(hidden, weight, lambda which: targets[which], at, weights)
+    without, none = ttt_loss(hidden, weight, lambda which: targets[which], at, weights, want_best=False)
+    assert best is not None
+    assert torch.equal(best, (hidden @ weight.t()).argmax(-1))
+    assert none is None
+    assert torch.equal(with_best, without)

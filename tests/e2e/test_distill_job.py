@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -43,6 +44,20 @@ def test_a_job_brings_our_package_and_registers_a_challenger(cluster: Cluster, s
     assert manifest is not None
     assert (config.fc_norm, config.norm_output, config.draft_vocab_size) == (True, True, 1024)
     assert tensors["lm_head.weight"].shape == (1024, 576)
+
+
+def test_a_teacher_on_vllm_answers_and_hands_over_the_states_in_one_pass(cluster: Cluster, small_job: Path) -> None:
+    # answers of another length are not in the store yet
+    arguments = ["--name", "captured", "--parent", "challenger", "--teacher", "vllm", "--answer-length", "20"]
+    client, job = cluster.submit([*arguments, "--max-seconds", "8", "--config", str(small_job)])
+    status = cluster.wait(client, job, 300)
+    logs = client.get_job_logs(job)
+    assert status == "SUCCEEDED", logs[-4000:]
+    registry = Registry(cluster.settings.tracking_uri, cluster.settings.model_name)
+    figures = registry.resolve("challenger").figures
+    captured = int(re.search(r"(\d+) answers came with their states", logs)[1])  # type: ignore[index]
+    assert captured >= figures["train_prompts"] >= 1
+    assert figures["simulated_accept_len"] >= 1.0
 
 
 def test_a_killed_trainer_goes_on_from_its_checkpoint(cluster: Cluster, small_job: Path) -> None:

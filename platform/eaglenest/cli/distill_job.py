@@ -37,6 +37,9 @@ def distill(
     passes: Annotated[int | None, typer.Option(help="passes over the answers at most")] = None,
     workers: Annotated[int, typer.Option(help="trainers")] = 1,
     teachers: Annotated[int, typer.Option(help="teachers")] = 1,
+    teacher: Annotated[
+        str | None, typer.Option(help="transformers, or vllm: writes the answers and keeps their states in one pass")
+    ] = None,
     gpu: Annotated[bool, typer.Option("--gpu", help="trainers and teachers take a GPU each")] = False,
     threads: Annotated[int | None, typer.Option(help="threads of each trainer and teacher on a CPU")] = None,
     config: Annotated[
@@ -62,6 +65,7 @@ def distill(
         "answers_from": answers_from,
         "workers": workers,
         "teachers": teachers,
+        "teacher": teacher,
         "gpu": gpu,
         "threads": threads,
         "recipe": {"max_seconds": max_seconds, "passes": passes},

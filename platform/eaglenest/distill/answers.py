@@ -102,15 +102,31 @@ class EngineAnswerer:
 
     Args:
         target: its folder. dtype, max_model_len: the engine's.
+        capture: residual streams to keep, for a teacher (`teachers.EngineTeacher`). ranks: tensor-parallel size.
     """
 
-    def __init__(self, target: Path, dtype: str = "auto", max_model_len: int = 2048) -> None:
+    def __init__(
+        self,
+        target: Path,
+        dtype: str = "auto",
+        max_model_len: int = 2048,
+        *,
+        capture: Sequence[int] = (),
+        ranks: int = 1,
+    ) -> None:
         from eaglenest.engine.arguments import EngineSpec, engine_arguments
         from eaglenest.engine.environment import prepare_environment
         from eaglenest.engine.launch import threads_for
 
         spec = EngineSpec.model_validate(
-            {"target": target, "dtype": dtype, "max_model_len": max_model_len, "max_num_seqs": CHUNK}
+            {
+                "target": target,
+                "dtype": dtype,
+                "max_model_len": max_model_len,
+                "max_num_seqs": CHUNK,
+                "capture": capture,
+                "tensor_parallel_size": ranks,
+            }
         )
         prepare_environment()
         import vllm
@@ -133,6 +149,12 @@ class EngineAnswerer:
         Raises:
             BadInput: a prompt leaves no room for an answer.
         """
+        return self._answer(prompts, settings, [None] * len(prompts))
+
+    def _answer(
+        self, prompts: Sequence[Prompt], settings: AnswerSettings, extras: Sequence[dict[str, Any] | None]
+    ) -> list[Answer]:
+        """extras: `SamplingParams.extra_args` of each request."""
         from vllm import SamplingParams
 
         tokenizer = self._engine.get_tokenizer()
@@ -149,8 +171,9 @@ class EngineAnswerer:
                 temperature=settings.temperature,
                 max_tokens=min(settings.max_tokens, self._room - len(ids)),
                 seed=settings.seed,
+                extra_args=extra,
             )
-            for ids in rendered
+            for ids, extra in zip(rendered, extras, strict=True)
         ]
         outputs = self._engine.generate([{"prompt_token_ids": ids} for ids in rendered], sampling, use_tqdm=False)
         return [
@@ -236,7 +259,7 @@ def answer_prompts(
     prompts: Sequence[Prompt],
     store: AnswerStore,
     settings: AnswerSettings,
-    start: Callable[[], Answerer],
+    answerer: Answerer,
     *,
     budget: int | None = None,
     max_length: int,
@@ -245,20 +268,18 @@ def answer_prompts(
     """Answers to the first of `prompts`, from the store where it has them.
 
     Args:
-        start: makes the answerer; called only if something is missing.
+        answerer: asked only for what is missing.
         budget: answer tokens in all; no prompt is asked beyond them. None: every prompt.
         max_length: of a document, in tokens.
         on_progress: told how many prompts are answered, and how many answer tokens there are.
     """
     documents: list[Document] = []
-    answerer: Answerer | None = None
     tokens = begin = 0
     while begin < len(prompts) and (budget is None or tokens < budget):
         room = CHUNK if budget is None else max(1, (budget - tokens) // settings.max_tokens)
         chunk = prompts[begin : begin + min(CHUNK, room)]
         missing = [p for p in chunk if store.get(p) is None]
         if missing:
-            answerer = answerer or start()
             store.add(answerer.answer(missing, settings))
         for prompt in chunk:
             answer = store.get(prompt)

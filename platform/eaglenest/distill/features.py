@@ -51,6 +51,11 @@ class Features:
         """Memory of both tensors, in bytes."""
         return self.aux.nbytes + self.last.nbytes
 
+    @staticmethod
+    def size(tokens: int, num_aux: int, hidden_size: int) -> int:
+        """Memory of a document's states, in bytes."""
+        return tokens * (num_aux + 1) * hidden_size * 2
+
     def pack(self) -> tuple[np.ndarray, np.ndarray]:
         """As int16 arrays: numpy has no bfloat16, and Ray shares numpy arrays without a copy."""
         return self.aux.view(torch.int16).numpy(), self.last.view(torch.int16).numpy()

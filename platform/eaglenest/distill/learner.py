@@ -52,22 +52,23 @@ class Learner:
         done = min(1.0, (progress - warmup) / (1 - warmup))
         return 0.02 + 0.98 * (1 + math.cos(math.pi * done)) / 2
 
-    def step(self, batch: Batch, progress: float) -> dict[str, float | list[float]]:
+    def step(self, batch: Batch, progress: float, *, judge: bool = True) -> dict[str, float | list[float]]:
         """One optimiser step.
 
         Args:
             progress: 0..1, how far the run is.
+            judge: also compare drafts with the target's tokens; it costs another look at every logit.
 
         Returns:
             loss (KL + the target's entropy, nats, weighted mean), accuracy per step (share of answer rows whose
-            draft equals the target's token), grad_norm, learning_rate, rows.
+            draft equals the target's token; empty unless judged), grad_norm, learning_rate, rows.
         """
         rate = self.rate(progress)
         for group, peak in zip(self._parameter_groups(), self._peaks, strict=True):
             group["lr"] = peak * rate
         self.drafter.zero_grad(set_to_none=True)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._bfloat16):
-            loss, accuracy, rows = self._forward(batch)
+            loss, accuracy, rows = self._forward(batch, judge)
         loss.backward()
         parameters = [p for group in self._parameter_groups() for p in group["params"]]
         _average_gradients(parameters)
@@ -83,8 +84,8 @@ class Learner:
             "rows": float(rows),
         }
 
-    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor, int]:
-        """Weighted mean loss, accuracy on answer rows by step [K], and the number of rows."""
+    def _forward(self, batch: Batch, judge: bool) -> tuple[Tensor, Tensor, int]:
+        """Weighted mean loss, accuracy on answer rows by step [K], or [0] unless judged, and the number of rows."""
         pack = batch.pack
         steps = self.recipe.ttt_steps
         last = batch.labels.shape[0] - 1
@@ -94,11 +95,18 @@ class Learner:
         weights = valid * batch.weights * self.recipe.step_decay**step
         hidden = torch.stack(list(self.drafter.ttt_steps(pack, steps)))
         total, best = ttt_loss(
-            hidden, self.drafter.lm_head.weight, lambda which: self.head(batch.labels[which]).softmax(-1), at, weights
+            hidden,
+            self.drafter.lm_head.weight,
+            lambda which: self.head(batch.labels[which]).softmax(-1),
+            at,
+            weights,
+            want_best=judge,
         )
-        judged = valid & batch.answers
-        hits = (self._ids[best] == batch.nexts[at]) & judged
-        accuracy = hits.sum(1) / judged.sum(1).clamp(min=1)
+        accuracy = total.new_zeros(0)
+        if best is not None:
+            judged = valid & batch.answers
+            hits = (self._ids[best] == batch.nexts[at]) & judged
+            accuracy = hits.sum(1) / judged.sum(1).clamp(min=1)
         return total / weights.sum().clamp(min=1.0), accuracy, pack.rows.shape[0]
 
     @torch.no_grad()

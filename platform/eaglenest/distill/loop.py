@@ -24,6 +24,7 @@ logger = logging.getLogger("eaglenest.distill")
 
 HISTORY = "history.json"
 REPORT_SECONDS = 10.0
+JUDGE_SECONDS = 1.0
 DRIFT_DEPTHS = 8
 
 
@@ -50,6 +51,7 @@ class TrainTask:
     documents: list[Document]
     heldout: list[Document]
     teachers: list[Any]
+    captured: dict[str, Any]
     num_speculative_tokens: int
     parent: Path | None
     log: MetricLog | None
@@ -101,8 +103,9 @@ class _Run:
             logger.info("goes on at pass %d, %.0f s", self.progress.passes + 1, self.progress.seconds)
         mine = task.documents[rank::world]
         share = task.reuse_bytes // world
-        self.stream = Stream(task.teachers, mine, batch=8, ahead=2, reuse_bytes=share)
-        self.heldout = Stream(task.teachers, task.heldout, batch=8, ahead=2, reuse_bytes=share // 4)
+        flow: dict[str, Any] = {"batch": 8, "ahead": 2, "captured": task.captured}
+        self.stream = Stream(task.teachers, mine, reuse_bytes=share, **flow)
+        self.heldout = Stream(task.teachers, task.heldout, reuse_bytes=share // 4, **flow)
         self.log = task.log if rank == 0 else None
         self.gathered_s = 0.0
         if task.gather_first:
@@ -111,6 +114,7 @@ class _Run:
         self.clock = _Clock(self.progress.seconds)
         self._said = self._saved = self.clock.seconds()
         self._tokens_at = self.progress.tokens
+        self._judged, self._accuracy = float("-inf"), list[float]()
 
     def run(self) -> None:
         """Train to the end of the recipe, then report the last checkpoint with its simulated acceptance."""
@@ -152,7 +156,12 @@ class _Run:
 
     def _update(self, group: list[tuple[Document, Features]]) -> dict[str, Any]:
         batch = self.learner.batch(group)
-        figures = self.learner.step(batch, self._share())
+        now = self.clock.seconds()
+        judge = now - self._judged >= JUDGE_SECONDS
+        figures = self.learner.step(batch, self._share(), judge=judge)
+        if judge:
+            self._judged, self._accuracy = now, figures["accuracy"]
+        figures["accuracy"] = self._accuracy
         self.progress.used += len(group)
         self.progress.updates += 1
         self.progress.tokens += batch.answer_tokens * self.world

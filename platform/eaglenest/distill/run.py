@@ -9,24 +9,22 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from eaglenest.distill.answers import AnswerSettings, AnswerStore, EndpointAnswerer, EngineAnswerer, answer_prompts
+from eaglenest.distill.answers import AnswerSettings, AnswerStore, answer_prompts
+from eaglenest.distill.crew import Crew, libraries_alone
 from eaglenest.distill.features import Document
 from eaglenest.distill.initialise import DRAFT_VOCAB_SIZE, differences, drafter_config, reshaped
-from eaglenest.distill.learner import fast_bfloat16
 from eaglenest.distill.loop import HISTORY, MetricLog, TrainTask, train_loop
 from eaglenest.distill.prompts import Prompt, interleave, load_prompts, prompts_digest
 from eaglenest.distill.recipe import Recipe
-from eaglenest.distill.stream import TeacherActor
 from eaglenest.distill.training_state import TENSORS, drafter_tensors
 from eaglenest.drafters.checkpoint import load_checkpoint, save_checkpoint
 from eaglenest.drafters.config import DrafterConfig
 from eaglenest.drafters.vocabulary import choose_draft_vocabulary, coverage, draft_ids
-from eaglenest.engine.environment import engine_env
-from eaglenest.errors import BadInput, CheckpointError, EagleNestError
+from eaglenest.errors import BadInput, CheckpointError
 from eaglenest.settings import Dtype, Settings
 from eaglenest.targets.resolve import Target, resolve_target
 
@@ -53,6 +51,10 @@ class DistillJob(BaseModel):
     num_speculative_tokens: int = Field(default=3, ge=1, le=16, description="K of the simulated acceptance")
     workers: int = Field(default=1, ge=1)
     teachers: int = Field(default=1, ge=1)
+    teacher: Literal["transformers", "vllm"] = Field(
+        default="transformers", description="vllm: also writes the answers, and keeps their states in the same pass"
+    )
+    teacher_gpus: int = Field(default=1, ge=1, description="that a teacher on vLLM is spread over")
     teacher_dtype: Dtype = Field(default="auto", description="auto: bfloat16 where the hardware is fast at it")
     cpus_per_worker: float = Field(default=1, ge=0)
     threads: int | None = Field(default=None, ge=1, description="of each trainer and teacher; None: torch's choice")
@@ -98,18 +100,24 @@ def distill(
     target = resolve_target(job.target, settings)
     say(f"target {target.name}: {target.num_layers} layers, states {target.aux_layer_ids}")
     training, heldout = _prompts(job)
-    documents, judged = _answered(job, target, settings, training, heldout, say)
-    config, vocabulary = _shape(job, target, documents, parent, say)
-    figures: dict[str, Any] = {
-        "train_answer_tokens": sum(len(d.answer) for d in documents),
-        "train_prompts": len(documents),
-        "draft_vocab_coverage": _covered(judged, vocabulary),
-    }
-    say(
-        f"{figures['train_answer_tokens']} answer tokens of {len(documents)} prompts; the draft vocabulary covers "
-        f"{100 * figures['draft_vocab_coverage']:.1f}% of held-out answers"
-    )
-    folder, metrics, history = _train(job, target, settings, config, vocabulary, documents, judged, parent, log)
+    config, vocabulary = _shape(job, target, parent, say)
+    with Crew(job, target, settings, config.aux_layer_ids) as crew:
+        documents, judged = _answered(job, target, settings, training, heldout, crew, say)
+        vocabulary = vocabulary or _vocabulary(config, documents)
+        figures: dict[str, Any] = {
+            "train_answer_tokens": sum(len(d.answer) for d in documents),
+            "train_prompts": len(documents),
+            "draft_vocab_coverage": _covered(judged, vocabulary),
+        }
+        say(
+            f"{figures['train_answer_tokens']} answer tokens of {len(documents)} prompts; the draft vocabulary covers "
+            f"{100 * figures['draft_vocab_coverage']:.1f}% of held-out answers"
+        )
+        if crew.captured:
+            say(f"{len(crew.captured)} answers came with their states ({crew.captured_bytes / 2**20:.0f} MiB)")
+        folder, metrics, history = _train(
+            job, target, settings, config, vocabulary, documents, judged, parent, crew, log
+        )
     figures |= _final_figures(metrics)
     digest = prompts_digest(training)
     checkpoint = settings.runs_dir.resolve() / "drafters" / job.name
@@ -148,17 +156,12 @@ def _answered(
     settings: Settings,
     training: list[Prompt],
     heldout: list[Prompt],
+    crew: Crew,
     say: Callable[[str], None],
 ) -> tuple[list[Document], list[Document]]:
-    """Documents to train on and to judge by; the answerer lives only as long as something is unanswered."""
+    """Documents to train on and to judge by."""
     store = AnswerStore(settings.cache_dir / "answers", target, job.answers)
     began = time.monotonic()
-    running: list[Any] = []
-
-    def start() -> Any:
-        if not running:
-            running.append(_answerer(job, target, settings))
-        return running[0]
 
     def told(what: str) -> Callable[[int, int], None]:
         return lambda done, tokens: say(
@@ -166,56 +169,22 @@ def _answered(
         )
 
     limits = {"max_length": job.recipe.max_length}
-    try:
-        judged = answer_prompts(heldout, store, job.answers, start, on_progress=told("held-out"), **limits)
-        documents = answer_prompts(
-            training, store, job.answers, start, budget=job.answer_tokens, on_progress=told("training"), **limits
-        )
-    finally:
-        for answerer in running:
-            getattr(answerer, "close", lambda: None)()
+    judged = answer_prompts(heldout, store, job.answers, crew, on_progress=told("held-out"), **limits)
+    documents = answer_prompts(
+        training, store, job.answers, crew, budget=job.answer_tokens, on_progress=told("training"), **limits
+    )
     if not documents:
         raise BadInput("no prompt got an answer to train on", "at least one", "raise answer_tokens, or max_length")
     return documents, judged
 
 
-class _ActorAnswerer:
-    """An `EngineAnswerer` in an actor of its own: the engine's environment must be there when its process starts."""
-
-    def __init__(self, job: DistillJob, target: Target, settings: Settings) -> None:
-        import ray
-
-        resources: dict[str, Any] = {"num_gpus": 1} if job.gpu else {"num_cpus": 0}
-        actor = ray.remote(EngineAnswerer).options(runtime_env={"env_vars": engine_env(settings)}, **resources)
-        dtype = _resolved(job.answer_dtype, job.gpu)
-        self._actor = actor.remote(target.path, dtype, settings.max_model_len)
-
-    def answer(self, prompts: list[Prompt], settings: AnswerSettings) -> Any:
-        import ray
-
-        try:
-            return ray.get(self._actor.answer.remote(prompts, settings))
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, EagleNestError):
-                raise error.cause from None
-            raise
-
-    def close(self) -> None:
-        import ray
-
-        ray.kill(self._actor)
-
-
-def _answerer(job: DistillJob, target: Target, settings: Settings) -> Any:
-    if job.answers_from:
-        return EndpointAnswerer(job.answers_from)
-    return _ActorAnswerer(job, target, settings)
-
-
 def _shape(
-    job: DistillJob, target: Target, documents: list[Document], parent: Path | None, say: Callable[[str], None]
-) -> tuple[DrafterConfig, list[int]]:
-    """The drafter's config and draft vocabulary: new ones, or the parent's, changed as the recipe says."""
+    job: DistillJob, target: Target, parent: Path | None, say: Callable[[str], None]
+) -> tuple[DrafterConfig, list[int] | None]:
+    """The drafter's config and draft vocabulary: new ones, or the parent's, changed as the recipe says.
+
+    A vocabulary of None is to be made from the answers.
+    """
     recipe = job.recipe
     if parent is None:
         config = drafter_config(
@@ -224,7 +193,7 @@ def _shape(
             eagle=recipe.eagle or "3.1",
             aux_layer_ids=recipe.aux_layer_ids,
         )
-        return config, _vocabulary(config, documents)
+        return config, None
     config, state, manifest = load_checkpoint(parent)
     if manifest is not None and manifest.target_fingerprint != target.fingerprint:
         raise CheckpointError(
@@ -242,7 +211,7 @@ def _shape(
     for line in differences(config, changed):
         say(line)
     if changed.draft_vocab_size != config.draft_vocab_size:
-        return changed, _vocabulary(changed, documents)
+        return changed, None
     return changed, draft_ids(state["d2t"]).tolist()
 
 
@@ -270,21 +239,13 @@ def _train(
     documents: list[Document],
     judged: list[Document],
     parent: Path | None,
+    crew: Crew,
     log: MetricLog | None,
 ) -> tuple[Path, dict[str, Any], list[dict[str, Any]]]:
     """Run Ray Train; gives the folder of the last checkpoint, its metrics and the history."""
-    import ray
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    dtype = _resolved(job.teacher_dtype, job.gpu)
-    resources: dict[str, Any] = {"num_gpus": 1} if job.gpu else {"num_cpus": 0}
-    # tcmalloc and Intel's OpenMP, as for an engine: training is as fast again with them
-    libraries = {name: value for name, value in engine_env(settings).items() if name == "LD_PRELOAD"}
-    environment = {"env_vars": libraries}
-    actor = ray.remote(TeacherActor).options(max_restarts=-1, max_task_retries=-1, runtime_env=environment, **resources)
-    teachers = [actor.remote(str(target.path), config.aux_layer_ids, dtype, job.threads) for _ in range(job.teachers)]
-    ray.get([teacher.ready.remote() for teacher in teachers])
     task = TrainTask(
         target=target,
         recipe=job.recipe,
@@ -292,12 +253,13 @@ def _train(
         vocabulary=vocabulary,
         documents=documents,
         heldout=judged,
-        teachers=teachers,
+        teachers=crew.teachers(),
+        captured=crew.captured,
         num_speculative_tokens=job.num_speculative_tokens,
         parent=parent,
         log=log,
         threads=job.threads,
-        reuse_bytes=int(job.reuse_gib * 2**30),
+        reuse_bytes=int(job.reuse_gib * 2**30) - crew.captured_bytes,
         save_seconds=job.save_seconds,
         gather_first=not job.gpu,
     )
@@ -312,27 +274,14 @@ def _train(
             storage_path=str(settings.runs_dir.resolve() / "training"),
             failure_config=FailureConfig(max_failures=job.retries),
             checkpoint_config=CheckpointConfig(num_to_keep=2),
-            worker_runtime_env=environment,
+            worker_runtime_env={"env_vars": libraries_alone(settings)},
         ),
     )
-    try:
-        result = trainer.fit()
-    finally:
-        for teacher in teachers:
-            ray.kill(teacher)
+    result = trainer.fit()
     assert result.checkpoint is not None
     assert result.metrics is not None
     folder = Path(result.checkpoint.path)
     return folder, dict(result.metrics), json.loads((folder / HISTORY).read_text())
-
-
-def _resolved(dtype: Dtype, gpu: bool) -> str:
-    """`auto` is bfloat16 where the hardware is fast at it."""
-    import torch
-
-    if dtype != "auto":
-        return dtype
-    return "bfloat16" if fast_bfloat16(torch.device("cuda" if gpu else "cpu")) else "float32"
 
 
 def _final_figures(metrics: dict[str, Any]) -> dict[str, Any]:

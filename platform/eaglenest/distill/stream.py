@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,50 +14,33 @@ from eaglenest.distill.features import Document, Features
 Packed = tuple[np.ndarray, np.ndarray]
 
 
-class TeacherActor:
-    """A `TransformersTeacher` in an actor: a thin shell that hands out each document's states by themselves."""
-
-    def __init__(self, path: str, aux_layer_ids: Sequence[int], dtype: str, threads: int | None) -> None:
-        import torch
-
-        from eaglenest.distill.teachers import TransformersTeacher
-
-        if threads:
-            torch.set_num_threads(threads)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._teacher = TransformersTeacher(Path(path), aux_layer_ids, getattr(torch, dtype), device)
-
-    def features(self, documents: Sequence[Document]) -> list[Packed]:
-        """Packed states, one return value for each document."""
-        return [f.pack() for f in self._teacher.features(documents)]
-
-    def lone(self, document: Document) -> Packed:
-        """Packed states of a single document."""
-        return self.features([document])[0]
-
-    def ready(self) -> bool:
-        """Answers once the target is loaded."""
-        return True
-
-
 class Stream:
     """Documents with their states, in any order asked for.
 
     Args:
-        teachers: handles of `TeacherActor`s. They restart and retry by Ray's own means; a document's states are asked
-            for again when they were lost.
+        teachers: handles of `crew.TeacherActor`s. They restart and retry by Ray's own means; a document's states are
+            asked for again when they were lost.
         documents: by index.
         batch: documents of one call. ahead: calls under way per teacher.
         reuse_bytes: states kept in the object store after their first use, so that later passes need no teacher; what
             does not fit is made anew.
+        captured: states that are in the object store already, by document key; beside `reuse_bytes`.
     """
 
     def __init__(
-        self, teachers: Sequence[Any], documents: Sequence[Document], *, batch: int, ahead: int, reuse_bytes: int
+        self,
+        teachers: Sequence[Any],
+        documents: Sequence[Document],
+        *,
+        batch: int,
+        ahead: int,
+        reuse_bytes: int,
+        captured: Mapping[str, Any] | None = None,
     ) -> None:
         self._teachers, self.documents = list(teachers), documents
         self._batch, self._ahead, self._room = batch, ahead, reuse_bytes
-        self._kept: dict[int, Any] = {}
+        known = captured or {}
+        self._kept = {i: known[d.key] for i, d in enumerate(documents) if d.key in known}
         self._turn = 0
         self.waited_s = 0.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from eaglenest.distill.answers import Answer, AnswerSettings, EngineAnswerer
 from eaglenest.distill.features import Document, Features
-from eaglenest.errors import TargetError
-from eaglenest.targets.head import load_final_norm
+from eaglenest.distill.prompts import Prompt
+from eaglenest.errors import EngineError, TargetError
+from eaglenest.targets.head import load_final_norm, load_target_tensor
 
 
 class Teacher(Protocol):
@@ -21,6 +24,77 @@ class Teacher(Protocol):
     def features(self, documents: Sequence[Document]) -> list[Features]:
         """The states of each document, in order."""
         ...
+
+
+class EngineTeacher(EngineAnswerer):
+    """A teacher on vLLM, which also writes answers and hands over their states in the same pass.
+
+    Runs inside a process with `engine_env()`. States of a document come from a prefill; what the prefix cache holds is
+    not computed again. See `engine.capture`.
+
+    Args:
+        path: the target's folder. aux_layer_ids, dtype: as of `TransformersTeacher`.
+        max_length: of a document, in tokens. ranks: tensor-parallel size.
+
+    Raises:
+        TargetError: as `TransformersTeacher`. EngineError: vLLM does not start with this target.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        aux_layer_ids: Sequence[int],
+        dtype: str = "auto",
+        max_length: int = 2048,
+        ranks: int = 1,
+    ) -> None:
+        depth = _check_target(path, aux_layer_ids)
+        streams = sorted({*aux_layer_ids, depth})  # vLLM hands each out once
+        self._columns = [streams.index(i) for i in aux_layer_ids]
+        super().__init__(path, dtype, max_length + 1, capture=streams, ranks=ranks)
+
+    def features(self, documents: Sequence[Document]) -> list[Features]:
+        """States of each document; see `Features`."""
+        from vllm import SamplingParams
+
+        keys = [uuid.uuid4().hex for _ in documents]
+        sampling = [SamplingParams(temperature=0, max_tokens=1, extra_args=_wanted(key)) for key in keys]
+        self._engine.generate([{"prompt_token_ids": list(d.ids)} for d in documents], sampling, use_tqdm=False)
+        return self._features(keys)
+
+    def answer_and_features(self, prompts: Sequence[Prompt], settings: AnswerSettings) -> list[tuple[Answer, Features]]:
+        """Answers, each with the states of its document: those of all tokens but the last, whose row is zeros.
+
+        Nothing reads that row: the last token is never fed to the target before another one follows it.
+
+        Raises:
+            BadInput: a prompt leaves no room for an answer.
+        """
+        keys = [uuid.uuid4().hex for _ in prompts]
+        answers = self._answer(prompts, settings, [_wanted(key) for key in keys])
+        padded = (Features(F.pad(f.aux, (0, 0, 0, 1)), F.pad(f.last, (0, 0, 0, 1))) for f in self._features(keys))
+        return list(zip(answers, padded, strict=True))
+
+    def _features(self, keys: list[str]) -> list[Features]:
+        taken: dict[str, tuple[bytes, list[int]]] = {}
+        for rank in self._engine.collective_rpc("take_states", args=(keys,)):
+            taken |= rank
+        if missing := [key for key in keys if key not in taken]:
+            raise EngineError(
+                f"the engine kept no states of {len(missing)} of {len(keys)} documents",
+                "states of every request that asked for them",
+                "use the teacher on transformers (--teacher transformers)",
+            )
+        found = []
+        for key in keys:
+            data, shape = taken[key]
+            states = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).view(shape)
+            found.append(Features(states[:, self._columns].flatten(1), states[:, -1].contiguous()))
+        return found
+
+
+def _wanted(key: str) -> dict[str, Any]:
+    return {"kv_transfer_params": {"states": key}}
 
 
 class TransformersTeacher:
@@ -42,16 +116,7 @@ class TransformersTeacher:
         from transformers import AutoModel
 
         self._model: Any = AutoModel.from_pretrained(str(path), dtype=dtype).to(device).eval()
-        base = getattr(self._model, "language_model", self._model)
-        layers, norm = getattr(base, "layers", None), getattr(base, "norm", None)
-        if layers is None or norm is None:
-            raise TargetError(
-                f"{type(self._model).__name__} has no `layers` and `norm`",
-                "a decoder-only LM built like Llama",
-                "use another target",
-            )
-        if not all(0 <= i <= len(layers) for i in aux_layer_ids):
-            raise TargetError(f"aux layer ids {tuple(aux_layer_ids)}", f"ids from 0 to {len(layers)}")
+        layers, norm = _parts(self._model, aux_layer_ids)
         _check_norm(path, norm, self._model.device, dtype)
         self._ids = tuple(aux_layer_ids)
         self._taken: dict[int, Tensor] = {}
@@ -90,6 +155,36 @@ class TransformersTeacher:
             pieces = (t[row, :n].to("cpu", torch.bfloat16).clone() for t in (aux, last))
             out.append(Features(*pieces))
         return out
+
+
+def _parts(model: Any, aux_layer_ids: Sequence[int]) -> tuple[Any, Any]:
+    """The decoder layers and the final norm of a transformers model, which must have the streams asked for."""
+    base = getattr(model, "language_model", model)
+    layers, norm = getattr(base, "layers", None), getattr(base, "norm", None)
+    if layers is None or norm is None:
+        raise TargetError(
+            f"{type(model).__name__} has no `layers` and `norm`",
+            "a decoder-only LM built like Llama",
+            "use another target",
+        )
+    if not all(0 <= i <= len(layers) for i in aux_layer_ids):
+        raise TargetError(f"aux layer ids {tuple(aux_layer_ids)}", f"ids from 0 to {len(layers)}")
+    return layers, norm
+
+
+def _check_target(path: Path, aux_layer_ids: Sequence[int]) -> int:
+    """Check a target without loading it, but for its final norm; returns the number of its layers."""
+    from transformers import AutoConfig, AutoModel
+
+    with torch.device("meta"):
+        model = AutoModel.from_config(AutoConfig.from_pretrained(str(path)))
+    layers, norm = _parts(model, aux_layer_ids)
+    weight = load_target_tensor(path, ("model.norm.weight", "model.language_model.norm.weight"))
+    if weight is None:
+        raise TargetError(f"{path} has no model.norm.weight", "a decoder-only LM with a final norm")
+    norm.to_empty(device="cpu").load_state_dict({"weight": weight}, strict=False)
+    _check_norm(path, norm, torch.device("cpu"), torch.float32)
+    return len(layers)
 
 
 @torch.no_grad()

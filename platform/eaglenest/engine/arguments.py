@@ -15,6 +15,9 @@ from eaglenest.settings import Dtype
 EXTENSION = "eaglenest.engine.worker.WorkerExtension"
 """The worker extension, as vLLM's `worker_extension_cls` wants it: swaps drafters and, on a CPU, corrects a kernel."""
 
+CAPTURE_EXTENSION = "eaglenest.engine.worker.CaptureExtension"
+"""The worker extension of an engine that keeps hidden states (`EngineSpec.capture`)."""
+
 IN_ENGINE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """The executor of a CPU engine of one rank: it computes in the engine's own process.
 
@@ -31,6 +34,7 @@ class EngineSpec(BaseModel):
 
     target: Path = Field(description="local Hugging Face folder of the target")
     drafter: Path | None = Field(default=None, description="drafter checkpoint folder; None: plain decoding")
+    capture: tuple[int, ...] = Field(default=(), description="streams kept for a teacher; takes a drafter's place")
     num_speculative_tokens: int = Field(default=3, ge=1, le=16, description="K; unused without a drafter")
     served_model_name: str | None = Field(default=None, description="name of the model in the OpenAI routes")
     dtype: Dtype = Field(default="auto", description="auto: float32 on a CPU, bfloat16 on a GPU")
@@ -88,6 +92,18 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
             "num_speculative_tokens": spec.num_speculative_tokens,
             # vLLM's default today; pinned, because acceptance is not comparable across it
             "draft_sample_method": "greedy",
+        }
+    elif spec.capture:
+        arguments["worker_extension_cls"] = CAPTURE_EXTENSION
+        arguments["speculative_config"] = {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(spec.capture)}},
+        }
+        arguments["kv_transfer_config"] = {
+            "kv_connector": "StatesConnector",
+            "kv_connector_module_path": "eaglenest.engine.capture",
+            "kv_role": "kv_producer",
         }
     return arguments
 
