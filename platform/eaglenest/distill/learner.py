@@ -84,7 +84,7 @@ class Learner:
             "rows": float(rows),
         }
 
-    def _forward(self, batch: Batch, judge: bool) -> tuple[Tensor, Tensor, int]:
+    def _forward(self, batch: Batch, judge: bool = True) -> tuple[Tensor, Tensor, int]:
         """Weighted mean loss, accuracy on answer rows by step [K], or [0] unless judged, and the number of rows."""
         pack = batch.pack
         steps = self.recipe.ttt_steps
