@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from eaglenest.bench.run import compare, outputs_equal
 from eaglenest.bench.swap_load import measure_swaps
 from eaglenest.distill.prompts import load_prompts
 from eaglenest.errors import BenchError, ServiceError
-from eaglenest.jobs_client import project_root, run_distill_job
+from eaglenest.jobs_client import project_root, run_distill_job, telling
 from eaglenest.pipeline import find_by_job
 from eaglenest.registry import DrafterVersion, Registry
 from eaglenest.report import Command, DrafterReport, Report, Stage, TrainPoint, write_report
@@ -37,7 +36,6 @@ from eaglenest.targets import resolve_target
 Say = Callable[[str], None]
 M = TypeVar("M", bound=BaseModel)
 
-_NOISE = re.compile(r"^(\[?\d{4}-|Loading weights|\s*$)")  # Ray's and transformers' own log lines
 SERVE_CONFIG = Path("serve_configs") / "1-one-replica.yaml"
 SPECULATIVE = models.Configuration(name="speculative float32", dtype="float32", speculation=True, eager=True)
 PLAIN = (
@@ -358,8 +356,7 @@ def _both(file: TextIO, say: Say, line: str) -> None:
     """Every line of a job into its log, the telling ones to the terminal without the prefix of Ray's workers."""
     file.write(line + "\n")
     file.flush()
-    prefix, _, rest = line.rpartition("\x1b[0m ")
-    if (not prefix or rest.startswith(("pass ", "goes on "))) and not _NOISE.match(line):
+    if (rest := telling(line)) is not None:
         say("   " + rest)
 
 

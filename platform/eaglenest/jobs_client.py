@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,11 @@ from eaglenest.settings import Settings
 
 JOB = Path("jobs/distill.py")
 RUNTIME_ENV = Path("jobs/runtime_env.yaml")
+_NOISE = re.compile(
+    r"^(\[?\d{4}-|\[rank|\(|(DEBUG|INFO|WARNING|ERROR) \d\d-|Loading |Writing |Attempted to load|Training|\s*$)"
+)
+"""How lines begin that Ray, vLLM and transformers log."""
+
 _STOP_S = 40.0  # the job has RAY_JOB_STOP_WAIT_TIME_S to close its run
 
 
@@ -55,6 +61,14 @@ def runtime_env(root: Path, env: Mapping[str, str] | None = None) -> dict[str, A
     if variables:
         found["env_vars"] = variables
     return found
+
+
+def telling(line: str) -> str | None:
+    """A line of a job's log as a person wants it, without the prefix of Ray's workers; None for what libraries say."""
+    prefix, _, rest = line.rpartition("\x1b[0m ")
+    if (prefix and not rest.startswith(("pass ", "goes on "))) or _NOISE.match(line):
+        return None
+    return rest
 
 
 def run_distill_job(settings: Settings, arguments: Sequence[str], on_line: Callable[[str], None]) -> str:

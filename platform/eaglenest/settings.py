@@ -51,7 +51,12 @@ class Settings(BaseSettings):
     @property
     def tracking_uri(self) -> str:
         """The MLflow server in use: MLFLOW_TRACKING_URI, or the local one."""
-        return self.mlflow_tracking_uri or f"http://{self.host}:{self.mlflow_port}"
+        return self.mlflow_tracking_uri or self.local_tracking_uri
+
+    @property
+    def local_tracking_uri(self) -> str:
+        """The MLflow server that `eaglenest up` starts."""
+        return f"http://{self.host}:{self.mlflow_port}"
 
     @property
     def dashboard_url(self) -> str:

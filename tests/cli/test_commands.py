@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -297,3 +298,35 @@ def test_progress_stays_off_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == "half way\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("answers, training: 48 prompts, 2922 tokens, 0 s", "answers, training: 48 prompts, 2922 tokens, 0 s"),
+        ("\x1b[36m(RayTrainWorker pid=7)\x1b[0m pass 3 | loss 2.1", "pass 3 | loss 2.1"),
+        ("\x1b[36m(EngineAnswerer pid=7)\x1b[0m INFO 12-01 16:43:13 [vllm.py:1] Chunked prefill", None),
+        ("2026-12-01 16:43:03,045\tINFO job_manager.py:581 -- Runtime env is setting up.", None),
+        ("Loading safetensors checkpoint shards: 100%", None),
+        ("Traceback (most recent call last):", "Traceback (most recent call last):"),
+        ("", None),
+    ],
+)
+def test_of_a_jobs_log_a_person_sees_what_the_job_says(line: str, shown: str | None) -> None:
+    from eaglenest.jobs_client import telling
+
+    assert telling(line) == shown
+
+
+@pytest.mark.parametrize(("vocabulary", "new_line"), [("same", False), ("other", True)])
+def test_after_a_job_the_way_into_service_is_told(
+    monkeypatch: pytest.MonkeyPatch, vocabulary: str, new_line: bool
+) -> None:
+    def version(d2t: str) -> SimpleNamespace:
+        return SimpleNamespace(tags={"target_fingerprint": "t", "architecture": "a", "d2t_sha256": d2t})
+
+    known = {2: version("same"), "challenger": version(vocabulary)}
+    registry: Any = SimpleNamespace(aliases=lambda: {"champion": 2}, resolve=known.__getitem__)
+    told = drafters._way_into_service(registry)
+    assert ("eaglenest down" in told) is new_line
+    assert "eaglenest promote challenger" in told

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -32,8 +31,9 @@ def register(app: typer.Typer) -> None:
 
 def distill(ctx: typer.Context, as_json: AsJson = False) -> None:
     """Distill a drafter as a Ray job, follow its log, and register it as the challenger."""
+    # shown is what the job itself says; the job's page has every line
     from eaglenest.cli.submit import checked
-    from eaglenest.jobs_client import run_distill_job
+    from eaglenest.jobs_client import run_distill_job, telling
 
     arguments = checked(ctx.args)
     settings = load_settings()
@@ -41,15 +41,33 @@ def distill(ctx: typer.Context, as_json: AsJson = False) -> None:
 
     with progress("starting services") as tell:
         local.up(settings, serve=False, say=tell)
-    say(f"the job's page: {settings.dashboard_url}/#/jobs")
-    job_id = run_distill_job(
-        settings, arguments, partial(print, file=sys.stderr if as_json else sys.stdout, flush=True)
-    )
+    say(f"the job's page, with the whole log: {settings.dashboard_url}/#/jobs")
+
+    def show(line: str) -> None:
+        told = telling(line)
+        if told is not None and not told.startswith("error: "):  # an error is this command's last word
+            print(told, file=sys.stderr if as_json else sys.stdout, flush=True)
+
+    job_id = run_distill_job(settings, arguments, show)
     if as_json:
-        newest = max(_registry(settings).versions(), key=lambda version: version.version)
+        newest = _registry(settings).resolve("challenger")
         print_json({"job_id": job_id, "version": newest.version, "figures": newest.figures})
     else:
-        say("next: `eaglenest versions`, then `eaglenest promote challenger`")
+        say(f"next: `eaglenest versions`, then {_way_into_service(_registry(settings))}")
+
+
+def _way_into_service(registry: Registry) -> str:
+    """The commands that put the challenger into service: a swap, unless an engine must start anew for it."""
+    champion = registry.aliases().get("champion")
+    fixed = ("target_fingerprint", "architecture", "d2t_sha256")
+    if champion is not None:
+        now, then = registry.resolve(champion).tags, registry.resolve("challenger").tags
+        if any(now.get(name) != then.get(name) for name in fixed):
+            return (
+                "`eaglenest down`, `eaglenest promote challenger`, `eaglenest up`: it begins a new line "
+                f"(another vocabulary or shape than version {champion}), so it cannot be swapped in"
+            )
+    return "`eaglenest promote challenger`"
 
 
 def promote(
@@ -102,13 +120,14 @@ def versions(as_json: AsJson = False) -> None:
     if not found:
         out.print(f"{settings.model_name} has no versions yet; raise one with `eaglenest distill`")
         return
-    table = Table(
-        "version", "aliases", "acceptance length", "target", "parent", "created", box=None, padding=(0, 2, 0, 0)
-    )
+    table = Table("version", "aliases", "acceptance length", "parent", "created", box=None, padding=(0, 2, 0, 0))
     for version in found:
         tags = version.tags
-        cells = (tags.get("accept_len", ""), tags.get("target", ""), tags.get("parent_version", ""), version.created_at)
-        table.add_row(str(version.version), ", ".join(version.aliases), *(Text(cell) for cell in cells))
+        simulated = tags.get("simulated_accept_len")
+        length = tags.get("accept_len") or (f"{simulated} simulated" if simulated else "")
+        created = version.created_at[:16].replace("T", " ")
+        cells = ("\n".join(version.aliases), length, tags.get("parent_version", ""), created)
+        table.add_row(str(version.version), *(Text(cell) for cell in cells))
     out.print(table)
 
 
@@ -139,6 +158,8 @@ def _print_rollout(result: RolloutResult, as_json: bool) -> None:
         print_json(result.model_dump())
         return
     was = f"was {result.old}" if result.old is not None else "there was none"
+    if result.old == result.new:
+        was = "it was already"
     out.print(f"champion is version {result.new} ({was}); {len(result.replicas)} replicas serve it", end=" ")
     out.print(f"after {result.seconds:.1f} s")
     for replica in result.replicas:

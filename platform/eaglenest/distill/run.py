@@ -30,6 +30,8 @@ from eaglenest.targets.resolve import Target, resolve_target
 
 logger = logging.getLogger("eaglenest.distill")
 
+FEW_HELDOUT = 10
+
 
 class DistillJob(BaseModel):
     """What is distilled from what. Unknown keys are refused."""
@@ -99,7 +101,7 @@ def distill(
     """
     target = resolve_target(job.target, settings)
     say(f"target {target.name}: {target.num_layers} layers, states {target.aux_layer_ids}")
-    training, heldout = _prompts(job)
+    training, heldout = _prompts(job, say)
     config, vocabulary = _shape(job, target, parent, say)
     with Crew(job, target, settings, config.aux_layer_ids) as crew:
         documents, judged = _answered(job, target, settings, training, heldout, crew, say)
@@ -139,7 +141,7 @@ def distill(
     return Distilled(checkpoint, config, figures, history, digest)
 
 
-def _prompts(job: DistillJob) -> tuple[list[Prompt], list[Prompt]]:
+def _prompts(job: DistillJob, say: Callable[[str], None]) -> tuple[list[Prompt], list[Prompt]]:
     if job.heldout is None:
         training, heldout = load_prompts(job.prompts, "train"), load_prompts(job.prompts, "heldout")
     else:
@@ -147,6 +149,8 @@ def _prompts(job: DistillJob) -> tuple[list[Prompt], list[Prompt]]:
         asked = {tuple(map(tuple, (dict(m).items() for m in p.messages))) for p in training}
         if any(tuple(map(tuple, (dict(m).items() for m in p.messages))) in asked for p in heldout):
             raise BadInput("a held-out prompt is among the training prompts", "sets that share no prompt")
+    if len(heldout) < FEW_HELDOUT:
+        say(f"only {len(heldout)} held-out prompts: acceptance figures of so few say little")
     return interleave(training), interleave(heldout)[: job.heldout_prompts]
 
 

@@ -12,6 +12,12 @@ from eaglenest.errors import BadInput
 
 FIGURES = "figures"
 NO_GATE = "not run"
+_TITLES = {
+    "accept_len_by_category": "served acceptance length, by category",
+    "accept_by_position": "served: draft accepted, if all before it were",
+    "simulated_by_category": "simulated acceptance length, by category",
+    "simulated_by_position": "simulated: draft and all before it accepted, of all steps",
+}
 # columns of MLflow's SQL schema; sqlite does not mind longer ones, PostgreSQL does
 _MAX_DESCRIPTION = 5000
 _MAX_TAG = 5000
@@ -65,7 +71,8 @@ def description(version: int, tags: Mapping[str, str], run_url: str | None) -> s
         "",
         f"- Gate: {tags.get('gate', NO_GATE)}",
         f"- Parent: {f'version {parent}' if parent else 'none'}",
-        f"- Run: {f'[{run_name}]({run_url})' if run_url else 'none'}",
+        f"- Run: {f'[{run_name}]({run_url})' if run_url else 'none'}"
+        + (", with plots among its artifacts" if run_url else ""),
         f"- Prompts: `{tags.get('prompts_digest', '')[:12]}`, target: `{tags.get('target_fingerprint', '')[:12]}`, "
         f"weights: `{tags.get('drafter_sha256', '')[:12]}`",
         f"- Put into service: `eaglenest promote {version}`",
@@ -85,10 +92,11 @@ def description(version: int, tags: Mapping[str, str], run_url: str | None) -> s
 def _tables(figures: Mapping[str, Any]) -> Iterator[str]:
     yield from _table("figure", {k: v for k, v in figures.items() if not isinstance(v, dict | list)})
     for name, value in figures.items():
+        title = _TITLES.get(name, name)
         if isinstance(value, dict):
-            yield from _table(name, value)
+            yield from _table(title, value)
         elif isinstance(value, list):
-            yield from _table(name, dict(enumerate(value, 1)))
+            yield from _table(title, dict(enumerate(value, 1)))
 
 
 def _table(title: str, rows: Mapping[Any, Any]) -> Iterator[str]:

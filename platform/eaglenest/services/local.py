@@ -71,7 +71,7 @@ def up(settings: Settings, *, serve: bool = True, config: Path | None = None, sa
     """
     rendered = serve_app.render(settings, config or _default_config()) if serve else None
     kinds = [ray_head(settings)]
-    if settings.mlflow_tracking_uri is None:
+    if not _foreign_mlflow(settings):
         kinds.insert(0, mlflow_server(settings))
     elif not answers(f"{settings.tracking_uri.rstrip('/')}/health"):
         raise ServiceError(
@@ -143,6 +143,18 @@ def engines(settings: Settings, *, say: Say = silent) -> Callable[[Configuration
     return deploy
 
 
+def _foreign_mlflow(settings: Settings) -> bool:
+    """Whether MLFLOW_TRACKING_URI names a server that is not ours to start.
+
+    `eaglenest env` exports the address of ours, so that alone makes it no other's.
+    """
+    if settings.mlflow_tracking_uri is None:
+        return False
+    if settings.tracking_uri.rstrip("/") != settings.local_tracking_uri:
+        return True
+    return MLFLOW not in load(settings).services and answers(f"{settings.local_tracking_uri}/health")
+
+
 def status(settings: Settings) -> dict[str, dict[str, Any]]:
     """How each service is: `{"ray": {"state": "running"|"stopped"|"dead"|"silent", "url", "pid", ...}, ...}`.
 
@@ -158,7 +170,7 @@ def status(settings: Settings) -> dict[str, dict[str, Any]]:
             found[kind.name]["state"] = ("running" if kind.healthy() else "silent") if alive else "dead"
             found[kind.name] |= {"pid": record.pid if alive else None, "log": str(record.log)}
             found[kind.name]["memory_mib"] = resident_bytes(processes.processes_of(record)) >> 20
-    if settings.mlflow_tracking_uri is not None:
+    if _foreign_mlflow(settings):
         reached = answers(f"{settings.tracking_uri.rstrip('/')}/health")
         found[MLFLOW] |= {"state": "running (not ours)" if reached else "unreachable"}
     found["serve"] = {"state": "stopped", "url": settings.serve_url, "applications": {}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -58,6 +59,7 @@ class ServeReplicas:
         from ray import serve
 
         try:
+            logging.getLogger("ray.serve").setLevel(logging.WARNING)
             if not ray.is_initialized():
                 ray.init(self._address, namespace="serve", log_to_driver=False, logging_level="ERROR")
             return serve.get_deployment_handle(DEPLOYMENT, self._app_name)

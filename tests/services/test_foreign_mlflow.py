@@ -1,0 +1,48 @@
+"""Whose MLflow server it is that MLFLOW_TRACKING_URI names."""
+
+from __future__ import annotations
+
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+from tests.conftest import own_settings
+
+from eaglenest.services import local
+from eaglenest.settings import Settings
+
+
+class Healthy(BaseHTTPRequestHandler):
+    """Says 200 to everything."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+def naming(folder: Path, settings: Settings, uri: str) -> Settings:
+    return own_settings(folder, mlflow_port=settings.mlflow_port, MLFLOW_TRACKING_URI=uri)
+
+
+def test_our_own_address_in_the_environment_makes_the_server_no_others(tmp_path: Path, settings: Settings) -> None:
+    """`eaglenest env` exports it; the next `up` in that shell must start our server all the same."""
+    exported = naming(tmp_path, settings, settings.local_tracking_uri)
+    assert exported.tracking_uri == settings.local_tracking_uri
+    assert not local._foreign_mlflow(settings)
+    assert not local._foreign_mlflow(exported)
+    assert local.status(exported)["mlflow"]["state"] == "stopped"
+
+
+def test_another_server_is_not_ours_on_our_port_either(tmp_path: Path, settings: Settings) -> None:
+    with HTTPServer(("127.0.0.1", settings.mlflow_port), Healthy) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            assert local._foreign_mlflow(naming(tmp_path, settings, settings.local_tracking_uri))
+        finally:
+            server.shutdown()
+            thread.join()
+    assert local._foreign_mlflow(naming(tmp_path, settings, "http://registry.example:5000"))
