@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from eaglenest.distill.answers import AnswerSettings, EngineAnswerer
 from eaglenest.distill.features import Document, Features
 from eaglenest.distill.prompts import Prompt, load_prompts
+from eaglenest.distill.self_prompts import SelfPromptStore, self_prompts, user_turn
 from eaglenest.distill.teachers import EngineTeacher, TransformersTeacher
 from eaglenest.errors import EngineError, TargetError
 from eaglenest.targets import Target, resolve_target
@@ -122,3 +125,14 @@ def test_states_are_handed_out_once_and_their_absence_is_told(teacher: EngineTea
 def test_an_id_outside_the_target_is_refused_before_vllm_starts(target: Target) -> None:
     with pytest.raises(TargetError, match="0 to 30"):
         EngineTeacher(target.path, (2, 31))
+
+
+def test_the_target_writes_prompts_of_its_own(target: Target, teacher: EngineTeacher, tmp_path: Path) -> None:
+    store = SelfPromptStore(tmp_path, target)
+    turn = user_turn(AutoTokenizer.from_pretrained(str(target.path)))
+    found = self_prompts(12, store, lambda: turn, teacher)
+    words = [p.first_user_message for p in found]
+    assert len({w.casefold() for w in words}) == 12
+    assert not any("<|im_" in w for w in words)
+    assert teacher.write(turn, range(4)) == teacher.write(turn, range(4))  # a seed stands for its prompt
+    assert sum(len(w.split()) >= 4 for w in words) >= 8  # questions, not crumbs

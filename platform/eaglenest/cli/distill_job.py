@@ -27,6 +27,7 @@ def distill(
     parent: Annotated[str, typer.Option(help="version, alias or checkpoint folder to start from")] = "champion",
     from_nothing: Annotated[bool, typer.Option("--from-nothing", help="start from the target alone")] = False,
     prompts: Annotated[str, typer.Option(help="builtin:train, or a JSONL file")] = "builtin:train",
+    self_prompts: Annotated[int | None, typer.Option(help="prompts that the target writes itself, beside them")] = None,
     heldout: Annotated[
         str | None, typer.Option(help="held-out prompts; default: ours, or a fifth of the topics of your own file")
     ] = None,
@@ -59,6 +60,7 @@ def distill(
         "name": name,
         "target": target,
         "prompts": prompts if prompts != "builtin:train" else None,
+        "self_prompts": self_prompts,
         "heldout": heldout,
         "answer_tokens": answer_tokens,
         "answers": {"max_tokens": answer_length},

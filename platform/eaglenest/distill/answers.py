@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eaglenest.distill.features import Document
 from eaglenest.distill.prompts import Prompt
+from eaglenest.distill.self_prompts import Turn
 from eaglenest.errors import BadInput, EngineError
 from eaglenest.targets.resolve import Target
 
@@ -151,6 +152,18 @@ class EngineAnswerer:
         """
         return self._answer(prompts, settings, [None] * len(prompts))
 
+    def write(self, turn: Turn, seeds: Sequence[int]) -> list[str | None]:
+        """A user's turn for each seed; see `self_prompts.Writer`."""
+        from vllm import SamplingParams
+
+        sampling = [
+            SamplingParams(temperature=1.0, max_tokens=turn.max_tokens, stop_token_ids=[turn.end], seed=seed)
+            for seed in seeds
+        ]
+        asked: list[Any] = [{"prompt_token_ids": list(turn.before)} for _ in seeds]
+        outputs = self._engine.generate(asked, sampling, use_tqdm=False)
+        return [o.outputs[0].text if o.outputs[0].finish_reason == "stop" else None for o in outputs]
+
     def _answer(
         self, prompts: Sequence[Prompt], settings: AnswerSettings, extras: Sequence[dict[str, Any] | None]
     ) -> list[Answer]:
@@ -198,9 +211,42 @@ class EndpointAnswerer:
         Raises:
             EngineError: the endpoint fails, or gives no token ids.
         """
-        return asyncio.run(self._all(prompts, settings))
 
-    async def _all(self, prompts: Sequence[Prompt], settings: AnswerSettings) -> list[Answer]:
+        async def ask(client: Any, model: str, prompt: Prompt) -> Answer:
+            reply = await client.chat.completions.create(
+                model=model,
+                messages=[dict(m) for m in prompt.messages],
+                temperature=settings.temperature,
+                max_tokens=settings.max_tokens,
+                seed=settings.seed,
+                extra_body={"return_token_ids": True},
+            )
+            return _from_reply(prompt, reply)
+
+        return asyncio.run(self._each(ask, prompts))
+
+    def write(self, turn: Turn, seeds: Sequence[int]) -> list[str | None]:
+        """A user's turn for each seed; see `self_prompts.Writer`.
+
+        Raises:
+            EngineError: the endpoint fails.
+        """
+
+        async def ask(client: Any, model: str, seed: int) -> str | None:
+            reply = await client.completions.create(
+                model=model,
+                prompt=list(turn.before),
+                temperature=1.0,
+                max_tokens=turn.max_tokens,
+                seed=seed,
+                extra_body={"stop_token_ids": [turn.end]},
+            )
+            return reply.choices[0].text if reply.choices[0].finish_reason == "stop" else None
+
+        return asyncio.run(self._each(ask, seeds))
+
+    async def _each(self, ask: Callable[[Any, str, Any], Awaitable[Any]], items: Sequence[Any]) -> list[Any]:
+        """ask(client, model, item) of every item, so many at once."""
         import openai
 
         client = openai.AsyncOpenAI(base_url=f"{self._url}/v1", api_key=os.environ.get("OPENAI_API_KEY", "none"))
@@ -209,19 +255,11 @@ class EndpointAnswerer:
             try:
                 model = self._model or (await client.models.list()).data[0].id
 
-                async def one(prompt: Prompt) -> Answer:
+                async def one(item: Any) -> Any:
                     async with gate:
-                        reply = await client.chat.completions.create(
-                            model=model,
-                            messages=[dict(m) for m in prompt.messages],  # type: ignore[misc]
-                            temperature=settings.temperature,
-                            max_tokens=settings.max_tokens,
-                            seed=settings.seed,
-                            extra_body={"return_token_ids": True},
-                        )
-                    return _from_reply(prompt, reply)
+                        return await ask(client, model, item)
 
-                return await asyncio.gather(*(one(p) for p in prompts))
+                return await asyncio.gather(*(one(item) for item in items))
             except openai.OpenAIError as error:
                 raise EngineError(
                     f"{self._url} did not answer ({type(error).__name__}: {error})",

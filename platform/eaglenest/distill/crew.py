@@ -10,6 +10,7 @@ from eaglenest.distill.answers import Answer, AnswerSettings, EndpointAnswerer, 
 from eaglenest.distill.features import Document, Features
 from eaglenest.distill.learner import fast_bfloat16
 from eaglenest.distill.prompts import Prompt
+from eaglenest.distill.self_prompts import Turn
 from eaglenest.engine.environment import engine_env
 from eaglenest.errors import EagleNestError
 from eaglenest.settings import Dtype, Settings
@@ -66,13 +67,18 @@ class TeacherActor:
         pairs = self._teacher.answer_and_features(prompts, settings)
         return [[answer for answer, _ in pairs], *(features.pack() for _, features in pairs)]
 
+    def write(self, turn: Turn, seeds: Sequence[int]) -> list[str | None]:
+        """User turns of the target's own; a teacher on vLLM only."""
+        written: list[str | None] = self._teacher.write(turn, seeds)
+        return written
+
     def ready(self) -> bool:
         """Answers once the target is loaded."""
         return True
 
 
 class Crew:
-    """Starts who is needed, when they are needed; itself an `Answerer`.
+    """Starts who is needed, when they are needed; itself an `Answerer` and a `Writer`.
 
     With teachers on vLLM the first of them writes the answers, too, and hands over their states in the same pass, up
     to `DistillJob.reuse_gib`; any other answerer is stopped before the teachers start.
@@ -110,10 +116,19 @@ class Crew:
             return EndpointAnswerer(self._job.answers_from).answer(prompts, settings)
         if self.captures:
             return self._answer_and_capture(prompts, settings)
-        if self._answerer is None:
-            self._answerer = self._answering_engine()
-        answers: list[Answer] = _told(self._answerer.answer.remote(prompts, settings))
+        answers: list[Answer] = _told(self._engine().answer.remote(prompts, settings))
         return answers
+
+    def write(self, turn: Turn, seeds: Sequence[int]) -> list[str | None]:
+        """User turns of the target's own, one for each seed.
+
+        Raises:
+            EngineError: as of the answerers.
+        """
+        if self._job.answers_from:
+            return EndpointAnswerer(self._job.answers_from).write(turn, seeds)
+        written: list[str | None] = _told(self._engine().write.remote(turn, seeds))
+        return written
 
     def teachers(self) -> list[Any]:
         """Handles of all teachers, ready to work."""
@@ -134,9 +149,7 @@ class Crew:
         self._teachers = []
 
     def _answer_and_capture(self, prompts: Sequence[Prompt], settings: AnswerSettings) -> list[Answer]:
-        if not self._teachers:
-            self._teachers.append(self._teacher())
-        call = self._teachers[0].answer_and_features.options(num_returns=len(prompts) + 1)
+        call = self._engine().answer_and_features.options(num_returns=len(prompts) + 1)
         first, *states = call.remote(prompts, settings)
         answers: list[Answer] = _told(first)
         for answer, reference in zip(answers, states, strict=True):
@@ -147,6 +160,16 @@ class Crew:
                 self.captured[answer.key] = reference
                 self.captured_bytes += size
         return answers
+
+    def _engine(self) -> Any:
+        """The actor that holds a vLLM engine: the first teacher, or one that stops before the teachers start."""
+        if self.captures:
+            if not self._teachers:
+                self._teachers.append(self._teacher())
+            return self._teachers[0]
+        if self._answerer is None:
+            self._answerer = self._answering_engine()
+        return self._answerer
 
     def _answering_engine(self) -> Any:
         import ray

@@ -20,6 +20,7 @@ from eaglenest.distill.initialise import DRAFT_VOCAB_SIZE, differences, drafter_
 from eaglenest.distill.loop import HISTORY, MetricLog, TrainTask, train_loop
 from eaglenest.distill.prompts import Prompt, interleave, load_prompts, prompts_digest
 from eaglenest.distill.recipe import Recipe
+from eaglenest.distill.self_prompts import SelfPromptStore, self_prompts, user_turn
 from eaglenest.distill.training_state import TENSORS, drafter_tensors
 from eaglenest.drafters.checkpoint import load_checkpoint, save_checkpoint
 from eaglenest.drafters.config import DrafterConfig
@@ -41,6 +42,7 @@ class DistillJob(BaseModel):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="the same name goes on where it stopped")
     target: str
     prompts: str = Field(default="builtin:train", description="builtin:train, or a JSONL file")
+    self_prompts: int = Field(default=0, ge=0, description="prompts that the target writes itself, beside `prompts`")
     heldout: str | None = Field(
         default="builtin:heldout", description="prompts to judge by; None: a fifth of the topics of `prompts`"
     )
@@ -104,6 +106,8 @@ def distill(
     training, heldout = _prompts(job, say)
     config, vocabulary = _shape(job, target, parent, say)
     with Crew(job, target, settings, config.aux_layer_ids) as crew:
+        if job.self_prompts:
+            training += _own_prompts(job, target, settings, heldout, crew, say)
         documents, judged = _answered(job, target, settings, training, heldout, crew, say)
         vocabulary = vocabulary or _vocabulary(config, documents)
         figures: dict[str, Any] = {
@@ -152,6 +156,29 @@ def _prompts(job: DistillJob, say: Callable[[str], None]) -> tuple[list[Prompt],
     if len(heldout) < FEW_HELDOUT:
         say(f"only {len(heldout)} held-out prompts: acceptance figures of so few say little")
     return interleave(training), interleave(heldout)[: job.heldout_prompts]
+
+
+def _own_prompts(
+    job: DistillJob,
+    target: Target,
+    settings: Settings,
+    heldout: list[Prompt],
+    crew: Crew,
+    say: Callable[[str], None],
+) -> list[Prompt]:
+    """Prompts that the target writes itself; they come after the others, so that a budget reaches those first."""
+    from transformers import AutoTokenizer
+
+    began = time.monotonic()
+    store = SelfPromptStore(settings.cache_dir / "prompts", target)
+    return self_prompts(
+        job.self_prompts,
+        store,
+        lambda: user_turn(AutoTokenizer.from_pretrained(str(target.path))),
+        crew,
+        apart_from=heldout,
+        on_progress=lambda done: say(f"prompts of the target's own: {done}, {time.monotonic() - began:.0f} s"),
+    )
 
 
 def _answered(
