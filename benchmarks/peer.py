@@ -18,13 +18,14 @@ LOSS = {"kl_div": (kl_div_loss, 1.0)}
 """The peer's own forward KL; its fused one needs a GPU compiler."""
 
 
-def peer_of(drafter: Eagle3Drafter, target: Path, attention: str = "sdpa") -> Any:
-    """The peer's model with a drafter's weights, float32.
+def peer_of(drafter: Eagle3Drafter, target: Path, attention: str = "sdpa", *, weights: bool = True) -> Any:
+    """The peer's model of a drafter's shape, float32.
 
     Args:
         drafter: hidden size as the target's.
         target: the target's folder, from which the peer takes its labels' head and norm.
         attention: `sdpa` or `eager`: what a CPU can run.
+        weights: the drafter's; without, the peer's own first ones.
     """
     config = drafter.config
     layer = LlamaConfig(
@@ -52,6 +53,8 @@ def peer_of(drafter: Eagle3Drafter, target: Path, attention: str = "sdpa") -> An
         draft_attn_impl=attention,
         ttt_steps=3,
     ).float()
+    if not weights:
+        return model
     ours = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in drafter.state_dict().items()}
     ours["embed_tokens.weight"] = drafter.embed_tokens.weight
     missing, unknown = model.load_state_dict(ours, strict=False)
