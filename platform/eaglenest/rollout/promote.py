@@ -108,6 +108,8 @@ def _check(
     if CHAMPION not in before:
         return
     champion = registry.resolve(before[CHAMPION])
+    if champion.target_fingerprint is None:  # an alias moved by hand to a version that is not ours, and never served
+        return
     if wanted.target_fingerprint != champion.target_fingerprint:
         raise SwapRefused(
             f"version {number} was distilled from {wanted.tags.get('target')} ({wanted.target_fingerprint})",
