@@ -246,8 +246,9 @@ def test_a_corrupt_version_is_refused_before_the_alias(mlflow_server: Any, regis
     (stored,) = mlflow_server.artifacts.rglob(f"{model_id}/artifacts/checkpoint/model.safetensors")
     os.truncate(stored, 77)
     fleet = Fleet(registry, takes)
-    with pytest.raises(SwapRefused, match=r"version 2 was not promoted: .*truncated"):
+    with pytest.raises(SwapRefused, match=r"version 2 was not promoted: .*truncated") as caught:
         promote(registry, 2, fleet, cache_dir=tmp_path)
+    assert str(caught.value).count("to mend it") == 1
     assert (registry.aliases(), fleet.nudges) == ({"champion": 1}, 0)
 
 

@@ -103,7 +103,9 @@ def _check(
         folder = registry.download(wanted, cache_dir)
     except CheckpointError as error:
         raise SwapRefused(
-            f"version {number} was not promoted: {error}", None, "register it again from its origin, or promote another"
+            f"version {number} was not promoted: {error.what}",
+            error.expected,
+            "register it again from its origin, or promote another",
         ) from error
     if CHAMPION not in before:
         return
