@@ -30,7 +30,7 @@ from eaglenest.rollout import promote
 from eaglenest.services import local, serve_app
 from eaglenest.services.memory import PeakMemory, own_tree
 from eaglenest.services.processes import sigterm_as_interrupt
-from eaglenest.settings import Settings
+from eaglenest.settings import Settings, shown
 from eaglenest.targets import resolve_target
 
 Say = Callable[[str], None]
@@ -361,10 +361,11 @@ def _both(file: TextIO, say: Say, line: str) -> None:
 
 
 def _commands(settings: Settings) -> list[Command]:
+    mlflow = shown(settings.tracking_uri)
     return [
         Command(text="Serve the champion again, with Ray and MLflow", command="eaglenest up"),
         Command(text="See what runs, and which drafter each replica serves", command="eaglenest status"),
-        Command(text=f"MLflow's page, once up: {settings.tracking_uri}", command=f"open {settings.tracking_uri}"),
+        Command(text=f"MLflow's page, once up: {mlflow}", command=f"open {mlflow}"),
         Command(text="Go back to the drafter before", command="eaglenest rollback"),
         Command(text="Stop everything", command="eaglenest down"),
     ]

@@ -17,11 +17,10 @@ import psutil
 from pydantic import BaseModel, ConfigDict
 
 from eaglenest.engine.environment import find_iomp, find_tcmalloc, on_cpu
-from eaglenest.services.http import answers
-from eaglenest.services.kinds import OBJECT_STORE_BYTES
+from eaglenest.services.kinds import OBJECT_STORE_BYTES, mlflow_answers
 from eaglenest.services.local import our_processes
 from eaglenest.services.processes import port_holder, port_is_free, port_pid
-from eaglenest.settings import Settings
+from eaglenest.settings import Settings, shown
 
 GIB = 1 << 30
 MEMORY_WANTED, MEMORY_NEEDED = 12 * GIB, 6 * GIB  # the demo's bound; one engine with nothing beside it
@@ -208,10 +207,9 @@ def _ports(settings: Settings) -> Iterator[Check]:
 def _registry(settings: Settings) -> Iterator[Check]:
     if settings.mlflow_tracking_uri is None:
         return
-    uri = re.sub(r"//[^/@]*@", "//", settings.tracking_uri)  # without a password
-    reached = answers(f"{settings.tracking_uri.rstrip('/')}/health")
+    reached = mlflow_answers(settings.tracking_uri)
     fix = "start it, or unset MLFLOW_TRACKING_URI to use a local one"
-    found = f"{uri} {'answers' if reached else 'does not answer'}"
+    found = f"{shown(settings.tracking_uri)} {'answers' if reached else 'does not answer'}"
     yield Check(name="MLflow", status="ok" if reached else "fail", found=found, fix=None if reached else fix)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 
 class EagleNestError(Exception):
     """An error with a message made for its reader.
@@ -26,6 +28,18 @@ class EagleNestError(Exception):
     def __reduce__(self) -> tuple[type[EagleNestError], tuple[str, str | None, str | None]]:
         # Ray carries exceptions between processes: rebuild from the parts, not from the joined message.
         return type(self), (self.what, self.expected, self.fix)
+
+
+def of_system(error: OSError) -> EagleNestError:
+    """What the operating system refused, told like every other error: a full disk, a folder that may not be written."""
+    where = f"{error.filename}: " if error.filename else ""
+    if error.errno is None or (error.filename is None and error.errno != errno.ENOSPC):
+        return EagleNestError(f"{where}{error.strerror or error}", None, "--debug shows where it came from")
+    return EagleNestError(
+        f"{where}{error.strerror}",
+        "files and folders that this user may read and write, with room on the disk",
+        "mend that, or set EAGLENEST_RUNS_DIR or EAGLENEST_CACHE_DIR to another folder",
+    )
 
 
 class BadInput(EagleNestError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -67,6 +68,11 @@ class Settings(BaseSettings):
     def serve_url(self) -> str:
         """Root of the OpenAI-compatible endpoint, without `/v1`."""
         return f"http://{self.host}:{self.serve_port}"
+
+
+def shown(text: str) -> str:
+    """A URI, or a message with URIs in it, without user names and passwords: for whatever is printed or logged."""
+    return re.sub(r"//[^/\s]*@", "//", text)
 
 
 @lru_cache(maxsize=1)

@@ -40,6 +40,29 @@ def env_of(settings: Settings) -> dict[str, str]:
     return env
 
 
+def test_what_the_system_refuses_is_one_message_that_names_the_file(settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    env = env_of(settings) | {"EAGLENEST_RUNS_DIR": str(tmp_path / "file")}
+
+    for command in ("status", "down", "up"):
+        result = call(command, env=env)
+
+        assert result.exit_code == 1
+        assert result.stderr.startswith(f"error: {tmp_path / 'file'}")
+        assert "EAGLENEST_RUNS_DIR" in result.stderr
+        assert result.stderr.count("\n") == 1
+
+
+def test_the_password_of_the_registry_is_never_printed(settings: Settings) -> None:
+    env = env_of(settings) | {"MLFLOW_TRACKING_URI": "http://anna:secret@127.0.0.1:9"}
+
+    for command in ("status", "up", "versions", "doctor"):
+        result = call(command, env=env)
+
+        assert "127.0.0.1:9" in result.output
+        assert "secret" not in result.output
+
+
 def test_every_promised_command_is_there() -> None:
     promised = {"doctor", "up", "down", "status", "distill", "promote", "rollback", "versions", "bench", "demo"}
     assert promised <= set(COMMANDS)
@@ -120,6 +143,9 @@ def test_a_bad_setting_is_one_readable_message(variable: str, value: str, says: 
         (["bench", "--concurrency", "0"], "numbers from 1 up"),
         (["bench", "--prompts", "no-such.jsonl"], "no-such.jsonl"),
         (["up", "--config", "no-such.yaml"], "no-such.yaml"),
+        (["bench", "--url", "http://[::1"], "--url http://[::1"),
+        (["bench", "--url", "127.0.0.1:8000"], "such as http://127.0.0.1:8000"),
+        (["bench", "--save", "/proc/no-such/bench.json"], "--save /proc/no-such/bench.json"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(

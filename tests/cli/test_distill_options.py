@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from eaglenest.cli.distill_job import job_of
+from eaglenest.cli.submit import checked
 from eaglenest.errors import BadInput
 from eaglenest.settings import Settings
 
@@ -31,6 +32,31 @@ def test_prompts_of_ones_own_are_judged_by_a_part_of_them_unless_others_are_name
     assert heldout() == "builtin:heldout"
     assert heldout(prompts="mine.jsonl") is None
     assert heldout(prompts="mine.jsonl", heldout="other.jsonl") == "other.jsonl"
+
+
+@pytest.mark.parametrize(("name", "value"), [("recipe", 3), ("answers", None), ("recipe", ["passes"])])
+def test_a_section_that_is_no_object_is_named(name: str, value: object, tmp_path: Path) -> None:
+    file = tmp_path / "job.json"
+    file.write_text(json.dumps({name: value}))
+    with pytest.raises(BadInput, match=rf"job\.json: {name} is "):
+        job_of({"name": "o", "recipe": {"passes": 2}, "answers": {"max_tokens": None}}, file, Settings())
+
+
+def test_a_config_nested_without_end_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "job.json"
+    file.write_text("[" * 200_000)
+    with pytest.raises(BadInput, match="cannot be read as JSON"):
+        job_of({"name": "o"}, file, Settings())
+
+
+def test_a_folder_to_start_from_is_found_from_the_jobs_own_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+
+    assert checked(["--name", "o", "--parent", "runs/first"])[-1] == str(tmp_path / "runs" / "first")
+    assert checked(["--name", "o", "--parent", "champion"])[-1] == "champion"
 
 
 def test_a_wrong_field_is_named(tmp_path: Path) -> None:

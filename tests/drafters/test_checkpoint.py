@@ -238,7 +238,7 @@ def test_a_file_over_the_limit_is_refused(make_checkpoint: Make) -> None:
 # --- faults of the manifest
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "\x00\xff"])
+@pytest.mark.parametrize("text", ["{", "[]", "\x00\xff", "[" * 200_000])
 def test_a_manifest_that_is_no_json_object_is_refused(make_checkpoint: Make, text: str) -> None:
     folder = make_checkpoint()
     (folder / "manifest.json").write_bytes(text.encode("latin-1"))

@@ -109,13 +109,21 @@ def test_a_server_that_fails_is_told_from_one_that_refuses(failing_uri: str, mes
     assert message in quickly(lambda: Registry(failing_uri, "drafter").resolve("champion"))
 
 
-def test_credentials_in_the_uri_are_not_shown() -> None:
-    message = quickly(Registry(f"http://anna:secret@127.0.0.1:{free_port()}", "drafter").ensure_ready)
+@pytest.mark.parametrize("failing_uri", [200], indirect=True)
+def test_a_page_that_is_not_mlflows_is_told(failing_uri: str) -> None:
+    message = quickly(Registry(failing_uri, "drafter").ensure_ready)
+    assert "is no MLflow server" in message
+    assert "MLFLOW_TRACKING_URI" in message
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:{port}", "nobody.invalid:{port}", "127.0.0.1:no-port"])
+def test_credentials_in_the_uri_are_not_shown(host: str) -> None:
+    message = quickly(Registry(f"http://anna:secret@{host.format(port=free_port())}", "drafter").ensure_ready)
     assert "secret" not in message
     assert "anna" not in message
 
 
-@pytest.mark.parametrize("uri", ["sqlite:///mlflow.db", "mlruns", "databricks", ""])
+@pytest.mark.parametrize("uri", ["sqlite:///mlflow.db", "mlruns", "databricks", "", "http://[::1", "http://"])
 def test_what_is_no_server_is_refused(uri: str) -> None:
     assert "is no MLflow server" in quickly(Registry(uri, "drafter").ensure_ready)
 

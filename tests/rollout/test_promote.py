@@ -219,6 +219,19 @@ def test_another_target_is_refused_even_without_a_service(
     assert registry.aliases() == {"champion": 1}
 
 
+def test_a_champion_that_is_not_ours_can_be_replaced(registry: Registry, tmp_path: Path) -> None:
+    """Someone may move the alias in MLflow's own pages; the way back must stay open."""
+    import mlflow
+
+    client = mlflow.MlflowClient(registry.tracking_uri, registry_uri=registry.tracking_uri)
+    run_id = registry.resolve(1).run_id
+    foreign = client.create_model_version(registry.model_name, f"runs:/{run_id}/nothing", run_id).version
+    client.set_registered_model_alias(registry.model_name, "champion", foreign)
+
+    fleet = Fleet(registry, takes)
+    assert promote(registry, 2, fleet, cache_dir=tmp_path).replicas[0].actual_version == 2
+
+
 def test_another_architecture_needs_new_replicas(registry: Registry, add: Callable[..., int], tmp_path: Path) -> None:
     version = add(norm_output=False)
     fleet = Fleet(registry, takes)
@@ -233,8 +246,9 @@ def test_a_corrupt_version_is_refused_before_the_alias(mlflow_server: Any, regis
     (stored,) = mlflow_server.artifacts.rglob(f"{model_id}/artifacts/checkpoint/model.safetensors")
     os.truncate(stored, 77)
     fleet = Fleet(registry, takes)
-    with pytest.raises(SwapRefused, match=r"version 2 was not promoted: .*truncated"):
+    with pytest.raises(SwapRefused, match=r"version 2 was not promoted: .*truncated") as caught:
         promote(registry, 2, fleet, cache_dir=tmp_path)
+    assert str(caught.value).count("to mend it") == 1
     assert (registry.aliases(), fleet.nudges) == ({"champion": 1}, 0)
 
 

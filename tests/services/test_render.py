@@ -57,13 +57,38 @@ def test_our_own_configs_can_be_rendered(path: Path, settings: Settings) -> None
     assert serve_app.render(settings, path)["applications"]
 
 
-@pytest.mark.parametrize("content", ["applications: 3", "- a", "a: [", ""])
-def test_what_is_no_config_is_refused(content: str, settings: Settings, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"applications: 3",
+        b"- a",
+        b"a: [",
+        b"",
+        b"\xff\xfe",
+        b"applications: [3]",
+        b"applications: [{import_path: eaglenest.serving.app:build}]",
+        b"applications: [{name: a, import_path: eaglenest.serving.app:build, args: 3}]",
+        b"applications: [{name: a}]\nhttp_options: 3",
+    ],
+)
+def test_what_is_no_config_is_refused(content: bytes, settings: Settings, tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
-    path.write_text(content)
+    path.write_bytes(content)
 
     with pytest.raises(BadInput, match=r"bad\.yaml"):
         serve_app.render(settings, path)
+
+
+@pytest.mark.parametrize("kind", ["args", "http_options"])
+def test_a_key_left_empty_is_a_key_left_out(kind: str, settings: Settings, tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    application = "{name: a, import_path: eaglenest.serving.app:build" + (", args:" if kind == "args" else "") + "}"
+    path.write_text(f"applications: [{application}]\n" + ("http_options:\n" if kind == "http_options" else ""))
+
+    rendered = serve_app.render(settings.model_copy(update={"target": "mine"}), path, {"dtype": "float32"})
+
+    assert rendered["applications"][0]["args"] == {"target": "mine", "dtype": "float32"}
+    assert rendered["http_options"]["port"] == settings.serve_port
 
 
 def test_without_ray_every_serve_call_says_so(settings: Settings) -> None:

@@ -58,8 +58,22 @@ def test_a_broken_config_and_an_unknown_name_are_refused(folder: Path, settings:
     (folder / "config.json").write_text('{"hidden_size": 8}')
     with pytest.raises(TargetError, match="num_hidden_layers, vocab_size"):
         resolve_target(str(folder), settings)
+    for wrong in (
+        '{"hidden_size": 8, "num_hidden_layers": "x", "vocab_size": null}',
+        '{"text_config": [1]}',
+        "[" * 200_000,
+    ):
+        (folder / "config.json").write_text(wrong)
+        with pytest.raises(TargetError, match=r"config\.json"):
+            resolve_target(str(folder), settings)
     with pytest.raises(TargetError, match=r"config\.json"):  # a file where a folder is wanted
         resolve_target(str(folder / "model.safetensors"), settings)
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "~nobody-has-this-name/x", "a\0b"])
+def test_a_name_that_cannot_be_a_path_is_refused_like_any_other(name: str, settings: Settings) -> None:
+    with pytest.raises(TargetError, match="there is no target"):
+        resolve_target(name, settings)
 
 
 @pytest.mark.parametrize(

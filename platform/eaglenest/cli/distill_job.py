@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import ValidationError
 
-from eaglenest.errors import BadInput, EagleNestError
+from eaglenest.errors import BadInput, EagleNestError, of_system
 
 if TYPE_CHECKING:
     from eaglenest.distill.run import DistillJob
@@ -75,9 +75,10 @@ def distill(
     with sigterm_as_interrupt():
         try:
             _run(given, config, None if from_nothing else parent)
-        except EagleNestError as error:
-            print(f"error: {error}", file=sys.stderr)
-            raise SystemExit(error.exit_code) from error
+        except (EagleNestError, OSError) as error:
+            told = of_system(error) if isinstance(error, OSError) else error
+            print(f"error: {told}", file=sys.stderr)
+            raise SystemExit(told.exit_code) from error
 
 
 def _run(given: dict[str, Any], config: Path | None, parent: str | None) -> None:
@@ -104,7 +105,12 @@ def job_of(given: dict[str, Any], config: Path | None, settings: Settings) -> Di
     fields = _read(config)
     for name, value in given.items():
         if isinstance(value, dict):
-            fields[name] = {**fields.get(name, {}), **{k: v for k, v in value.items() if v is not None}}
+            section = fields.get(name, {})
+            if not isinstance(section, dict):
+                raise BadInput(
+                    f"{config}: {name} is {section!r}", "a JSON object", f"leave {name} out for its defaults"
+                )
+            fields[name] = {**section, **{k: v for k, v in value.items() if v is not None}}
         elif value is not None:
             fields[name] = value
     fields.setdefault("target", settings.target)
@@ -123,7 +129,7 @@ def _read(config: Path | None) -> dict[str, Any]:
         return {}
     try:
         raw = json.loads(config.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BadInput(f"{config} cannot be read as JSON ({error})", "an object with fields of DistillJob") from error
     if not isinstance(raw, dict):
         raise BadInput(f"{config} holds {type(raw).__name__}", "a JSON object")

@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 from eaglenest import __version__
 from eaglenest.cli import drafters, measuring, services
 from eaglenest.cli.common import err
-from eaglenest.errors import EagleNestError
+from eaglenest.errors import EagleNestError, of_system
 from eaglenest.services.processes import sigterm_as_interrupt
 
 INTERRUPTED = 130
@@ -28,13 +28,23 @@ class Commands(TyperGroup):
         except EagleNestError as error:
             if ctx.params.get("debug"):
                 raise
-            err.print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
-            raise typer.Exit(error.exit_code) from None
+            raise _told(error) from None
+        except BrokenPipeError:  # whoever read us has had enough: typer ends quietly
+            raise
+        except OSError as error:
+            if ctx.params.get("debug"):
+                raise
+            raise _told(of_system(error)) from None
         except KeyboardInterrupt:
             if ctx.params.get("debug"):
                 raise
             err.print("interrupted")
             raise typer.Exit(INTERRUPTED) from None
+
+
+def _told(error: EagleNestError) -> typer.Exit:
+    err.print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+    return typer.Exit(error.exit_code)
 
 
 app = typer.Typer(

@@ -49,6 +49,10 @@ def bench(
         eaglenest bench --url http://127.0.0.1:8000 --concurrency 1,4
     """
     levels = _levels(concurrency)
+    if url is not None:
+        url = _root_url(url)
+    if save:
+        _require_writable(save)
     settings = load_settings()
     from eaglenest.bench.models import Plan
     from eaglenest.distill.prompts import load_prompts
@@ -58,7 +62,6 @@ def bench(
     plan = Plan(concurrencies=levels, max_tokens=max_tokens, requests_per_point=requests)
     result = _endpoint(url, asked, plan) if url else _configurations(settings, asked, plan, full)
     if save:
-        save.parent.mkdir(parents=True, exist_ok=True)
         save.write_text(result.model_dump_json(indent=2) + "\n")
     if as_json:
         print_json(result.without_rows().model_dump())
@@ -113,12 +116,38 @@ def _levels(text: str) -> tuple[int, ...]:
     return levels
 
 
+def _root_url(url: str) -> str:
+    """The root of an endpoint, without `/v1`."""
+    from urllib.parse import urlsplit
+
+    try:
+        sound = urlsplit(url).scheme in {"http", "https"} and bool(urlsplit(url).hostname)
+    except ValueError:  # half an IPv6 address
+        sound = False
+    if not sound:
+        raise BadInput(f"--url {url}", "the root of an endpoint, such as http://127.0.0.1:8000")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def _require_writable(path: Path) -> None:
+    """Find out before minutes of measuring, not after them. An earlier file stays as it is until then."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        there = path.exists()
+        with path.open("a"):
+            pass
+        if not there:
+            path.unlink()
+    except OSError as error:
+        raise BadInput(f"--save {path}: {error.strerror}", "a file that can be written") from error
+
+
 def _endpoint(url: str, prompts: list[Prompt], plan: Plan) -> BenchResult:
     from eaglenest.bench.measure import measure
     from eaglenest.bench.models import BenchResult
 
     with progress("measuring") as tell:
-        measured = measure(url.rstrip("/"), None, prompts, plan, on_progress=tell)
+        measured = measure(url, None, prompts, plan, on_progress=tell)
     speculates = measured.acceptance is not None
     return BenchResult(
         plain=[] if speculates else [measured],

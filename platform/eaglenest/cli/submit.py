@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import typer
 
 from eaglenest.cli.distill_job import app as job_app
 
-_PATH_OPTIONS = ("--prompts", "--heldout", "--config", "--target")
+_PATH_OPTIONS = ("--prompts", "--heldout", "--config", "--target", "--parent")
 
 
 def checked(arguments: Sequence[str]) -> list[str]:
@@ -21,10 +22,17 @@ def checked(arguments: Sequence[str]) -> list[str]:
     changed, option = [], ""
     for argument in arguments:
         name, equals, value = argument.partition("=")
-        if option in _PATH_OPTIONS and Path(argument).exists():
-            argument = str(Path(argument).resolve())
-        elif equals and name in _PATH_OPTIONS and Path(value).exists():
-            argument = f"{name}={Path(value).resolve()}"
+        if option in _PATH_OPTIONS:
+            argument = _absolute(option, argument)
+        elif equals and name in _PATH_OPTIONS:
+            argument = f"{name}={_absolute(name, value)}"
         option = argument
         changed.append(argument)
     return changed
+
+
+def _absolute(option: str, value: str) -> str:
+    """A path that is there, absolute; anything else as it is. A parent without a separator is a version or an alias."""
+    if option == "--parent" and os.sep not in value:
+        return value
+    return str(Path(value).resolve()) if os.path.exists(value) else value

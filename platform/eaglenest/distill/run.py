@@ -206,6 +206,10 @@ def _answered(
     )
     if not documents:
         raise BadInput("no prompt got an answer to train on", "at least one", "raise answer_tokens, or max_length")
+    if not judged:
+        raise BadInput(
+            "no held-out prompt got an answer to judge by", "at least one", "name other held-out prompts, or max_length"
+        )
     return documents, judged
 
 

@@ -292,7 +292,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} has {size} bytes", f"at most {_MAX_JSON_BYTES}")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}", "a JSON object") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} holds a JSON {type(raw).__name__}", "a JSON object")

@@ -10,9 +10,10 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 from eaglenest.errors import RegistryError
+from eaglenest.settings import shown
 
 PROBE_SECONDS = 3
 # MLflow reads these from the environment only. What the user has set stays.
@@ -32,7 +33,7 @@ def connect(tracking_uri: str) -> Any:
     Raises:
         RegistryError: the URI is not that of an MLflow server.
     """
-    if urlsplit(tracking_uri).scheme not in {"http", "https"}:
+    if not _fits(tracking_uri):
         raise RegistryError(
             f"{shown(tracking_uri)} is no MLflow server",
             "http://host:port or https://host",
@@ -71,10 +72,12 @@ def talking_to(tracking_uri: str, doing: str, *, missing: RegistryError | None =
         raise RegistryError(f"{shown(tracking_uri)} stopped answering, asked to {doing}: {_brief(error)}") from None
 
 
-def shown(uri: str) -> str:
-    """The URI without user name and password."""
-    parts = urlsplit(uri)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+def _fits(uri: str) -> bool:
+    try:
+        parts = urlsplit(uri)
+        return parts.scheme in {"http", "https"} and bool(parts.hostname)
+    except ValueError:  # half an IPv6 address
+        return False
 
 
 def _probe(tracking_uri: str) -> None:
@@ -105,6 +108,10 @@ def _probe(tracking_uri: str) -> None:
         )
     if answer.status_code != 200:
         raise RegistryError(f"{uri} answers HTTP {answer.status_code}, which no sound MLflow server does", None, mend)
+    try:
+        answer.json()
+    except ValueError:
+        raise RegistryError(f"what answers at {uri} is no MLflow server", "JSON from its REST API", mend) from None
 
 
 def _cause(error: Exception) -> str:
@@ -115,5 +122,5 @@ def _cause(error: Exception) -> str:
 
 
 def _brief(error: Exception) -> str:
-    text = " ".join(str(error).split())
+    text = " ".join(shown(str(error)).split())  # MLflow's messages hold the whole URI
     return text if len(text) <= 300 else f"{text[:300]}..."

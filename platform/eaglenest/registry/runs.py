@@ -10,7 +10,8 @@ from types import TracebackType
 from typing import Any
 
 from eaglenest.errors import RegistryError
-from eaglenest.registry.client import shown, talking_to
+from eaglenest.registry.client import talking_to
+from eaglenest.settings import shown
 
 logger = logging.getLogger(__name__)
 

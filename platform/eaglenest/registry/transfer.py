@@ -16,9 +16,10 @@ from typing import Any
 from eaglenest.drafters.checkpoint import CONFIG, MANIFEST, MAX_BYTES, sha256_of, verify_checkpoint
 from eaglenest.drafters.config import DrafterConfig
 from eaglenest.errors import CheckpointError, RegistryError
-from eaglenest.registry.client import shown, talking_to
+from eaglenest.registry.client import talking_to
 from eaglenest.registry.describe import figure_tags, provenance_tags
 from eaglenest.registry.flavor import CHECKPOINT, save_model
+from eaglenest.settings import shown
 
 
 def upload_version(

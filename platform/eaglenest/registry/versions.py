@@ -15,9 +15,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from eaglenest.errors import RegistryError
-from eaglenest.registry.client import shown, talking_to
+from eaglenest.registry.client import talking_to
 from eaglenest.registry.describe import FIGURES, description, figure_tags
 from eaglenest.registry.transfer import fetch_version, upload_version
+from eaglenest.settings import shown
 
 CHAMPION, CHALLENGER, PREVIOUS = "champion", "challenger", "previous_champion"
 

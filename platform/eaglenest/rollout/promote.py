@@ -103,11 +103,15 @@ def _check(
         folder = registry.download(wanted, cache_dir)
     except CheckpointError as error:
         raise SwapRefused(
-            f"version {number} was not promoted: {error}", None, "register it again from its origin, or promote another"
+            f"version {number} was not promoted: {error.what}",
+            error.expected,
+            "register it again from its origin, or promote another",
         ) from error
     if CHAMPION not in before:
         return
     champion = registry.resolve(before[CHAMPION])
+    if champion.target_fingerprint is None:  # an alias moved by hand to a version that is not ours, and never served
+        return
     if wanted.target_fingerprint != champion.target_fingerprint:
         raise SwapRefused(
             f"version {number} was distilled from {wanted.tags.get('target')} ({wanted.target_fingerprint})",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from eaglenest.errors import ServiceError
 from eaglenest.services import access
-from eaglenest.services.http import answers
+from eaglenest.services.http import answers, request
 from eaglenest.services.processes import free_port
 from eaglenest.services.state import MLFLOW, RAY
 from eaglenest.settings import Settings
@@ -114,6 +114,12 @@ def ray_folder(settings: Settings) -> Path:
     return Path(base) / f"eaglenest-{os.getuid()}-{digest}"
 
 
+def mlflow_answers(uri: str) -> bool:
+    """Whether an MLflow server answers there: other programs have a page /health, too, and say other things on it."""
+    response = request("GET", f"{uri.rstrip('/')}/health")
+    return response is not None and response.status_code == 200 and response.text.strip() == "OK"
+
+
 def mlflow_server(settings: Settings) -> Kind:
     """MLflow on sqlite and a folder, artifacts through the server, so that clients need no path of this machine."""
     home = settings.runs_dir.resolve() / "mlflow"
@@ -135,7 +141,7 @@ def mlflow_server(settings: Settings) -> Kind:
         command,
         env,
         {"mlflow_port": settings.mlflow_port},
-        healthy=lambda: answers(f"http://{settings.host}:{settings.mlflow_port}/health"),
+        healthy=lambda: mlflow_answers(settings.local_tracking_uri),
         prepare=lambda: (home / "artifacts").mkdir(parents=True, exist_ok=True),
     )
 

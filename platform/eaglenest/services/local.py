@@ -15,12 +15,11 @@ import psutil
 
 from eaglenest.errors import BadInput, EagleNestError, ServiceError
 from eaglenest.services import access, processes, serve_app
-from eaglenest.services.http import answers
-from eaglenest.services.kinds import Kind, mlflow_server, ray_head
+from eaglenest.services.kinds import Kind, mlflow_answers, mlflow_server, ray_head
 from eaglenest.services.memory import resident_bytes
 from eaglenest.services.serve_app import delete_serve, deploy_serve
 from eaglenest.services.state import MLFLOW, RAY, Say, load, locked, save, silent
-from eaglenest.settings import Settings
+from eaglenest.settings import Settings, shown
 
 if TYPE_CHECKING:
     from eaglenest.bench.models import Configuration
@@ -73,9 +72,9 @@ def up(settings: Settings, *, serve: bool = True, config: Path | None = None, sa
     kinds = [ray_head(settings)]
     if not _foreign_mlflow(settings):
         kinds.insert(0, mlflow_server(settings))
-    elif not answers(f"{settings.tracking_uri.rstrip('/')}/health"):
+    elif not mlflow_answers(settings.tracking_uri):
         raise ServiceError(
-            f"no MLflow server answers at {settings.tracking_uri}",
+            f"no MLflow server answers at {shown(settings.tracking_uri)}",
             "the server that MLFLOW_TRACKING_URI names",
             "start it, or unset MLFLOW_TRACKING_URI to use a local one",
         )
@@ -91,7 +90,7 @@ def up(settings: Settings, *, serve: bool = True, config: Path | None = None, sa
     return Services(
         ray_address=f"{settings.host}:{settings.ray_port}",
         dashboard_url=settings.dashboard_url,
-        tracking_uri=settings.tracking_uri,
+        tracking_uri=shown(settings.tracking_uri),
         serve_url=settings.serve_url if serve else None,
         started=tuple(started),
     )
@@ -152,7 +151,7 @@ def _foreign_mlflow(settings: Settings) -> bool:
         return False
     if settings.tracking_uri.rstrip("/") != settings.local_tracking_uri:
         return True
-    return MLFLOW not in load(settings).services and answers(f"{settings.local_tracking_uri}/health")
+    return MLFLOW not in load(settings).services and mlflow_answers(settings.local_tracking_uri)
 
 
 def status(settings: Settings) -> dict[str, dict[str, Any]]:
@@ -163,7 +162,10 @@ def status(settings: Settings) -> dict[str, dict[str, Any]]:
     """
     found: dict[str, dict[str, Any]] = {}
     records = load(settings).services
-    for kind, url in ((ray_head(settings), settings.dashboard_url), (mlflow_server(settings), settings.tracking_uri)):
+    for kind, url in (
+        (ray_head(settings), settings.dashboard_url),
+        (mlflow_server(settings), shown(settings.tracking_uri)),
+    ):
         found[kind.name] = {"state": "stopped", "url": url, "pid": None, "log": None, "memory_mib": None}
         if record := records.get(kind.name):
             alive = processes.root_of(record) is not None
@@ -171,7 +173,7 @@ def status(settings: Settings) -> dict[str, dict[str, Any]]:
             found[kind.name] |= {"pid": record.pid if alive else None, "log": str(record.log)}
             found[kind.name]["memory_mib"] = resident_bytes(processes.processes_of(record)) >> 20
     if _foreign_mlflow(settings):
-        reached = answers(f"{settings.tracking_uri.rstrip('/')}/health")
+        reached = mlflow_answers(settings.tracking_uri)
         found[MLFLOW] |= {"state": "running (not ours)" if reached else "unreachable"}
     found["serve"] = {"state": "stopped", "url": settings.serve_url, "applications": {}}
     if found[RAY]["state"] == "running":

@@ -46,27 +46,40 @@ def render(settings: Settings, config: Path | dict[str, Any], args: Mapping[str,
     if isinstance(config, Path):
         source = str(config)
         try:
-            config = yaml.safe_load(config.read_text())
+            config = yaml.safe_load(config.read_bytes())
         except OSError as error:
             raise BadInput(f"{source} cannot be read: {error.strerror}", expected) from error
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, UnicodeError, RecursionError) as error:
             raise BadInput(f"{source} is not YAML: {error}", expected) from error
     if not isinstance(config, dict) or not isinstance(config.get("applications"), list):
         raise BadInput(f"{source} has no list `applications`", expected, "start from a file of serve_configs/")
+    _check_applications(source, config["applications"])
+    if not isinstance(config.get("http_options") or {}, dict):
+        raise BadInput(f"{source}: http_options is {config['http_options']!r}", "a mapping, or nothing")
     if source != _NAMELESS:
         config = {**config, "applications": [_overlaid(settings, app) for app in config["applications"]]}
     if args:
-        changed = [{**app, "args": {**app.get("args", {}), **args}} for app in config["applications"]]
+        changed = [{**app, "args": {**(app.get("args") or {}), **args}} for app in config["applications"]]
         config = {**config, "applications": changed}
-    http = {**config.get("http_options", {}), "host": settings.host, "port": settings.serve_port}
+    http = {**(config.get("http_options") or {}), "host": settings.host, "port": settings.serve_port}
     return {**config, "http_options": http}
+
+
+def _check_applications(source: str, applications: list[Any]) -> None:
+    """What we rely on ourselves; the rest is for Serve to judge."""
+    for number, application in enumerate(applications, start=1):
+        where = f"{source}: application {number}"
+        if not isinstance(application, dict) or not isinstance(application.get("name"), str):
+            raise BadInput(f"{where} has no name", "a mapping with name, import_path and args")
+        if not isinstance(application.get("args") or {}, dict):
+            raise BadInput(f"{where}: args is {application['args']!r}", "a mapping, or nothing")
 
 
 def _overlaid(settings: Settings, application: dict[str, Any]) -> dict[str, Any]:
     if application.get("import_path") != _BUILDER:
         return application
     on_purpose = {name: getattr(settings, name) for name in _OVERLAID if name in settings.model_fields_set}
-    return {**application, "args": {**application.get("args", {}), **on_purpose}}
+    return {**application, "args": {**(application.get("args") or {}), **on_purpose}}
 
 
 def digest(rendered: dict[str, Any]) -> str:

@@ -12,6 +12,8 @@ from eaglenest.settings import Settings, get_settings
 from eaglenest.targets.embedded import EMBEDDED, materialise
 from eaglenest.targets.fingerprint import target_fingerprint
 
+_SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
+
 
 @dataclass(frozen=True)
 class Target:
@@ -40,12 +42,7 @@ def resolve_target(name_or_path: str | None = None, settings: Settings | None = 
     """
     settings = settings or get_settings()
     name = name_or_path or settings.target
-    if name in EMBEDDED:
-        path = materialise(name, settings.cache_dir)
-    elif Path(name).expanduser().exists():
-        path = Path(name).expanduser().resolve()
-    else:
-        path = _fetch(name)
+    path = materialise(name, settings.cache_dir) if name in EMBEDDED else _local(name) or _fetch(name)
     config = _read_config(path)
     _check_folder(path)
     layers = int(config["num_hidden_layers"])
@@ -60,6 +57,15 @@ def resolve_target(name_or_path: str | None = None, settings: Settings | None = 
     )
 
 
+def _local(name: str) -> Path | None:
+    """The folder of that name, if there is one; what the system takes for no path at all is none."""
+    try:
+        path = Path(name).expanduser()
+        return path.resolve() if path.exists() else None
+    except (OSError, RuntimeError, ValueError):  # too long, the home of nobody, a zero byte
+        return None
+
+
 def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
     """Low, middle and late residual streams: (2, L//2, L-3), or a spread that stays distinct on tiny targets."""
     ids = {2, num_layers // 2, num_layers - 3} if num_layers >= 8 else {1, num_layers // 2, num_layers - 1}
@@ -71,16 +77,21 @@ def _read_config(path: Path) -> dict[str, Any]:
         raw = json.loads((path / "config.json").read_text())
         if not isinstance(raw, dict):
             raise ValueError("not a JSON object")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TargetError(
             f"{path} has no readable config.json ({error.__class__.__name__})",
             "a Hugging Face folder of a causal LM",
             "give the folder that holds config.json, tokenizer and *.safetensors",
         ) from error
     config = raw.get("text_config") or raw
-    missing = [k for k in ("hidden_size", "num_hidden_layers", "vocab_size") if k not in config]
+    if not isinstance(config, dict):
+        raise TargetError(f"{path}/config.json: text_config is {config!r}", "a JSON object")
+    missing = [k for k in _SIZES if k not in config]
     if missing:
         raise TargetError(f"{path}/config.json lacks {', '.join(missing)}", "the config of a decoder-only LM")
+    wrong = [f"{k}={config[k]!r}" for k in _SIZES if not isinstance(config[k], int) or config[k] < 1]
+    if wrong:
+        raise TargetError(f"{path}/config.json has {', '.join(wrong)}", "whole numbers from 1 up")
     return dict(config)
 
 
