@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,33 @@ if TYPE_CHECKING:
     from eaglenest.distill.stream import Packed
 
 
+class AnswererActor:
+    """An answering engine in an actor.
+
+    It starts at the first call, not with the actor: what a call raises reaches the driver as it was raised, what a
+    constructor raises only as text.
+    """
+
+    def __init__(self, path: Path, dtype: str, max_model_len: int) -> None:
+        self._make = lambda: EngineAnswerer(path, dtype, max_model_len)
+
+    @cached_property
+    def _engine(self) -> EngineAnswerer:
+        return self._make()
+
+    def answer(self, prompts: Sequence[Prompt], settings: AnswerSettings) -> list[Answer]:
+        """One answer each, in order."""
+        return self._engine.answer(prompts, settings)
+
+    def write(self, turn: Turn, seeds: Sequence[int]) -> list[str | None]:
+        """User turns of the target's own."""
+        return self._engine.write(turn, seeds)
+
+
 class TeacherActor:
     """A teacher in an actor: a thin shell that hands out each document's states by themselves.
+
+    The target is loaded at the first call; see `AnswererActor`.
 
     Args:
         kind: transformers or vllm. path, aux_layer_ids, dtype: as of the teachers.
@@ -41,18 +67,11 @@ class TeacherActor:
         threads: int | None = None,
         ranks: int = 1,
     ) -> None:
-        import torch
+        self._make = partial(_make_teacher, kind, path, aux_layer_ids, dtype, max_length, threads, ranks)
 
-        from eaglenest.distill.teachers import EngineTeacher, TransformersTeacher
-
-        self._teacher: Any
-        if kind == "vllm":
-            self._teacher = EngineTeacher(path, aux_layer_ids, dtype, max_length, ranks)
-            return
-        if threads:
-            torch.set_num_threads(threads)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._teacher = TransformersTeacher(path, aux_layer_ids, getattr(torch, dtype), device)
+    @cached_property
+    def _teacher(self) -> Any:
+        return self._make()
 
     def features(self, documents: Sequence[Document]) -> list[Packed]:
         """Packed states, one return value for each document."""
@@ -73,8 +92,23 @@ class TeacherActor:
         return written
 
     def ready(self) -> bool:
-        """Answers once the target is loaded."""
-        return True
+        """Loads the target."""
+        return self._teacher is not None
+
+
+def _make_teacher(
+    kind: str, path: Path, ids: Sequence[int], dtype: str, max_length: int, threads: int | None, ranks: int
+) -> Any:
+    import torch
+
+    from eaglenest.distill.teachers import EngineTeacher, TransformersTeacher
+
+    if kind == "vllm":
+        return EngineTeacher(path, ids, dtype, max_length, ranks)
+    if threads:
+        torch.set_num_threads(threads)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return TransformersTeacher(path, ids, getattr(torch, dtype), device)
 
 
 class Crew:
@@ -177,7 +211,7 @@ class Crew:
         # the engine's environment must be there when its process starts
         options = {"runtime_env": {"env_vars": engine_env(self._settings)}, **self._resources(1)}
         dtype = _resolved(self._job.answer_dtype, self._job.gpu)
-        actor: Any = ray.remote(EngineAnswerer).options(**options)
+        actor: Any = ray.remote(AnswererActor).options(**options)
         return actor.remote(self._target.path, dtype, self._settings.max_model_len)
 
     def _teacher(self) -> Any:

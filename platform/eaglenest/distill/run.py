@@ -127,10 +127,10 @@ def distill(
     figures |= _final_figures(metrics)
     digest = prompts_digest(training)
     checkpoint = settings.runs_dir.resolve() / "drafters" / job.name
-    if checkpoint.exists():
-        shutil.rmtree(checkpoint)
+    fresh = checkpoint.with_name(f".{job.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
     save_checkpoint(
-        checkpoint,
+        fresh,
         config=config,
         state=_trained(folder),
         target_name=target.name,
@@ -140,6 +140,9 @@ def distill(
         settings=json.loads(job.model_dump_json()),
         figures=figures,
     )
+    # the one before goes when this one is whole: a full disk must not cost both
+    shutil.rmtree(checkpoint, ignore_errors=True)
+    fresh.rename(checkpoint)
     checkpoint.with_name(f"{job.name}.history.json").write_text(json.dumps(history))
     say(f"simulated acceptance length {figures['simulated_accept_len']:.3f} after {figures['train_s']:.0f} s")
     return Distilled(checkpoint, config, figures, history, digest)
