@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -164,7 +163,7 @@ class _Demo:
             start = ["--from-nothing"] if parent is None else ["--parent", str(parent.version)]
             options = ["--name", job, "--target", self.settings.target, "--answer-tokens", str(tokens)]
             options += ["--answer-length", str(self.plan.max_tokens), "--max-seconds", str(seconds)]
-            options += ["--passes", "1000", "--threads", str(os.cpu_count() or 1)]
+            options += ["--passes", "1000"]
             log = self.folder / f"{job}.log"
             with log.open("a") as file:
                 run_distill_job(self.settings, [*options, *start], partial(_both, file, self.say))

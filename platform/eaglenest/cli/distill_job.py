@@ -42,7 +42,9 @@ def distill(
         str | None, typer.Option(help="transformers, or vllm: writes the answers and keeps their states in one pass")
     ] = None,
     gpu: Annotated[bool, typer.Option("--gpu", help="trainers and teachers take a GPU each")] = False,
-    threads: Annotated[int | None, typer.Option(help="threads of each trainer and teacher on a CPU")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="threads of each trainer and teacher on a CPU; default: all cores")
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(help="JSON with any field of DistillJob (docs/distillation.md); options override it")
     ] = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -52,7 +53,7 @@ class TeacherActor:
 
     Args:
         kind: transformers or vllm. path, aux_layer_ids, dtype: as of the teachers.
-        max_length: of a document, in tokens. threads: of transformers on a CPU; None: torch's choice.
+        max_length: of a document, in tokens. threads: of transformers on a CPU; None: one for each core.
         ranks: GPUs that a teacher on vLLM is spread over.
     """
 
@@ -105,8 +106,7 @@ def _make_teacher(
 
     if kind == "vllm":
         return EngineTeacher(path, ids, dtype, max_length, ranks)
-    if threads:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(threads or own_cores())
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return TransformersTeacher(path, ids, getattr(torch, dtype), device)
 
@@ -241,6 +241,11 @@ class Crew:
         if self._answerer is not None:
             ray.kill(self._answerer)
             self._answerer = None
+
+
+def own_cores() -> int:
+    """Cores this process may run on. Torch's own choice would be a single one: Ray tells its workers so."""
+    return len(os.sched_getaffinity(0))
 
 
 def libraries_alone(settings: Settings) -> dict[str, str]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from eaglenest.distill.crew import own_cores
 from eaglenest.distill.features import Document, Features
 from eaglenest.distill.recipe import Recipe
 from eaglenest.distill.stream import Stream
@@ -78,10 +79,9 @@ def train_loop(arguments: dict[str, Any]) -> None:
     import torch
 
     task: TrainTask = arguments["task"]
-    if task.threads:
-        torch.set_num_threads(task.threads)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     context = ray.train.get_context()
+    torch.set_num_threads(task.threads or max(1, own_cores() // context.get_local_world_size()))
     _Run(task, context.get_world_rank(), context.get_world_size()).run()
 
 

@@ -61,7 +61,7 @@ class DistillJob(BaseModel):
     teacher_gpus: int = Field(default=1, ge=1, description="that a teacher on vLLM is spread over")
     teacher_dtype: Dtype = Field(default="auto", description="auto: bfloat16 where the hardware is fast at it")
     cpus_per_worker: float = Field(default=1, ge=0)
-    threads: int | None = Field(default=None, ge=1, description="of each trainer and teacher; None: torch's choice")
+    threads: int | None = Field(default=None, ge=1, description="of each trainer and teacher; None: all cores")
     gpu: bool = False
     save_seconds: float = Field(default=45.0, gt=0, description="between checkpoints and evaluations")
     retries: int = Field(default=3, ge=0, description="restarts after a lost worker")
