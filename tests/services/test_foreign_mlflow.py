@@ -13,11 +13,14 @@ from eaglenest.settings import Settings
 
 
 class Healthy(BaseHTTPRequestHandler):
-    """Says 200 to everything."""
+    """Says what MLflow says on its page of health."""
+
+    said = b"OK"
 
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()
+        self.wfile.write(self.said)
 
     def log_message(self, *_: object) -> None:
         """Nothing."""

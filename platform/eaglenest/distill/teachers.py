@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,9 @@ from eaglenest.distill.features import Document, Features
 from eaglenest.distill.prompts import Prompt
 from eaglenest.errors import EngineError, TargetError
 from eaglenest.targets.head import load_final_norm, load_target_tensor
+
+PATIENCE_S = 30.0
+"""How long the engine may take for the step that reads the states of what it has answered."""
 
 
 class Teacher(Protocol):
@@ -77,9 +81,14 @@ class EngineTeacher(EngineAnswerer):
 
     def _features(self, keys: list[str]) -> list[Features]:
         taken: dict[str, tuple[bytes, list[int]]] = {}
-        for rank in self._engine.collective_rpc("take_states", args=(keys,)):
-            taken |= rank
-        if missing := [key for key in keys if key not in taken]:
+        until = time.monotonic() + PATIENCE_S
+        # states are read in the step after a request's last one, and its answer may be here before that step
+        while missing := [key for key in keys if key not in taken]:
+            for rank in self._engine.collective_rpc("take_states", args=(missing,)):
+                taken |= rank
+            if time.monotonic() > until:
+                break
+        if missing:
             raise EngineError(
                 f"the engine kept no states of {len(missing)} of {len(keys)} documents",
                 "states of every request that asked for them",
