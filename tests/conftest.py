@@ -25,6 +25,8 @@ TARGET_FINGERPRINT = "f" * 64
 @pytest.fixture(scope="session", autouse=True)
 def own_surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Nothing of the developer's settings, services or caches reaches a test, nor the other way round."""
+    # A shell that starts the tests in the background has SIGINT ignored, and every child would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
             if name.startswith(("EAGLENEST_", "MLFLOW_", "RAY_")):

@@ -76,8 +76,11 @@ class Line:
         except OSError:
             pass
         finally:
-            source.close()
-            sink.close()
+            # Closing alone says nothing to the other side while the other thread still reads from that socket.
+            for end in (source, sink):
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+                end.close()
 
 
 @dataclass

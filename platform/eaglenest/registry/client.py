@@ -1,7 +1,8 @@
 """The way to MLflow: one client per call, a quick answer when the server is down, and errors a reader can use.
 
 MLflow's own client retries a dead server for four minutes. So every operation first asks the server one question, with
-three seconds' patience and no retry; what fails later, half way, is retried briefly.
+three seconds' patience and no retry, but for a kept connection that the server has closed meanwhile; what fails
+later, half way, is retried briefly.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from eaglenest.errors import RegistryError
 from eaglenest.settings import shown
 
 PROBE_SECONDS = 3
+# What a kept connection says when the server, or a proxy before it, has closed it for idleness: no sign of ill health.
+_HUNG_UP = ("Connection aborted", "Connection reset")
 # MLflow reads these from the environment only. What the user has set stays.
 _DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
@@ -83,21 +86,16 @@ def _fits(uri: str) -> bool:
 def _probe(tracking_uri: str) -> None:
     """Ask for one experiment: that takes the server, its database and our credentials."""
     from mlflow.exceptions import MlflowException
-    from mlflow.utils.credentials import get_default_host_creds
-    from mlflow.utils.rest_utils import http_request
 
     uri = shown(tracking_uri)
     mend = "start it with `eaglenest up`, or correct MLFLOW_TRACKING_URI"
     try:
-        answer = http_request(
-            get_default_host_creds(tracking_uri),
-            "/api/2.0/mlflow/experiments/search",
-            "GET",
-            max_retries=0,
-            timeout=PROBE_SECONDS,
-            raise_on_status=False,
-            params={"max_results": 1},
-        )
+        try:
+            answer = _first_experiment(tracking_uri)
+        except MlflowException as error:
+            if not any(sign in str(error) for sign in _HUNG_UP):
+                raise
+            answer = _first_experiment(tracking_uri)
     except MlflowException as error:
         raise RegistryError(f"no MLflow server answers at {uri} ({_cause(error)})", "a running server", mend) from None
     if answer.status_code in {401, 403}:
@@ -112,6 +110,21 @@ def _probe(tracking_uri: str) -> None:
         answer.json()
     except ValueError:
         raise RegistryError(f"what answers at {uri} is no MLflow server", "JSON from its REST API", mend) from None
+
+
+def _first_experiment(tracking_uri: str) -> Any:
+    from mlflow.utils.credentials import get_default_host_creds
+    from mlflow.utils.rest_utils import http_request
+
+    return http_request(
+        get_default_host_creds(tracking_uri),
+        "/api/2.0/mlflow/experiments/search",
+        "GET",
+        max_retries=0,
+        timeout=PROBE_SECONDS,
+        raise_on_status=False,
+        params={"max_results": 1},
+    )
 
 
 def _cause(error: Exception) -> str:
