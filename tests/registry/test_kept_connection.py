@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
+from tests.conftest import stand_in
 
 from eaglenest.errors import RegistryError
 from eaglenest.registry.client import talking_to
@@ -39,13 +39,8 @@ class Forgetful(BaseHTTPRequestHandler):
 @pytest.fixture
 def address(request: pytest.FixtureRequest) -> Iterator[str]:
     handler = type("Handler", (Forgetful,), {"answers": request.param})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        server.daemon_threads = True
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with stand_in(handler) as uri:
+        yield uri
 
 
 @pytest.mark.parametrize("address", [1], indirect=True)

@@ -7,13 +7,13 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
+from tests.conftest import stand_in
 
 from eaglenest.errors import RegistryError
 from eaglenest.registry import Registry, RunLogger, TrackedRun
@@ -48,13 +48,8 @@ def failing_uri(request: pytest.FixtureRequest) -> Iterator[str]:
 
         def log_message(self, *_: object) -> None: ...
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with stand_in(Handler) as uri:
+        yield uri
 
 
 def quickly(call: Callable[[], object]) -> str:

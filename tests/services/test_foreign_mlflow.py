@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
-from tests.conftest import own_settings
+from tests.conftest import own_settings, stand_in
 
 from eaglenest.services import local
 from eaglenest.settings import Settings
@@ -40,12 +39,6 @@ def test_our_own_address_in_the_environment_makes_the_server_no_others(tmp_path:
 
 
 def test_another_server_is_not_ours_on_our_port_either(tmp_path: Path, settings: Settings) -> None:
-    with HTTPServer(("127.0.0.1", settings.mlflow_port), Healthy) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            assert local._foreign_mlflow(naming(tmp_path, settings, settings.local_tracking_uri))
-        finally:
-            server.shutdown()
-            thread.join()
+    with stand_in(Healthy, settings.mlflow_port):
+        assert local._foreign_mlflow(naming(tmp_path, settings, settings.local_tracking_uri))
     assert local._foreign_mlflow(naming(tmp_path, settings, "http://registry.example:5000"))

@@ -44,8 +44,7 @@ class Line:
     def cut(self) -> None:
         self._is_cut = True
         for end in self._open:
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+            self._hang_up(end)
         self._open.clear()
 
     def mend(self) -> None:
@@ -78,9 +77,13 @@ class Line:
         finally:
             # Closing alone says nothing to the other side while the other thread still reads from that socket.
             for end in (source, sink):
-                with contextlib.suppress(OSError):
-                    end.shutdown(socket.SHUT_RDWR)
+                Line._hang_up(end)
                 end.close()
+
+    @staticmethod
+    def _hang_up(end: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
 
 
 @dataclass

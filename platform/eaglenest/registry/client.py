@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -90,12 +91,7 @@ def _probe(tracking_uri: str) -> None:
     uri = shown(tracking_uri)
     mend = "start it with `eaglenest up`, or correct MLFLOW_TRACKING_URI"
     try:
-        try:
-            answer = _first_experiment(tracking_uri)
-        except MlflowException as error:
-            if not any(sign in str(error) for sign in _HUNG_UP):
-                raise
-            answer = _first_experiment(tracking_uri)
+        answer = _first_experiment(tracking_uri)
     except MlflowException as error:
         raise RegistryError(f"no MLflow server answers at {uri} ({_cause(error)})", "a running server", mend) from None
     if answer.status_code in {401, 403}:
@@ -113,10 +109,13 @@ def _probe(tracking_uri: str) -> None:
 
 
 def _first_experiment(tracking_uri: str) -> Any:
+    """The server's answer; asked for twice where a kept connection turns out to be closed."""
+    from mlflow.exceptions import MlflowException
     from mlflow.utils.credentials import get_default_host_creds
     from mlflow.utils.rest_utils import http_request
 
-    return http_request(
+    ask = partial(
+        http_request,
         get_default_host_creds(tracking_uri),
         "/api/2.0/mlflow/experiments/search",
         "GET",
@@ -125,6 +124,12 @@ def _first_experiment(tracking_uri: str) -> Any:
         raise_on_status=False,
         params={"max_results": 1},
     )
+    try:
+        return ask()
+    except MlflowException as error:
+        if not any(sign in str(error) for sign in _HUNG_UP):
+            raise
+    return ask()
 
 
 def _cause(error: Exception) -> str:
